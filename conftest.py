@@ -18,7 +18,11 @@ torch.set_num_threads(1)
 
 # `ci` draws the same examples in every run, so a failure is caused by the change under test; `deep` draws new examples.
 # Neither has a deadline, because a slow machine must not fail a test.
-_common = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+_common = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
 hypothesis.settings.register_profile("ci", derandomize=True, max_examples=25, **_common)
 hypothesis.settings.register_profile("deep", max_examples=1000, **_common)
 profile = os.environ.get("MUONFX_HYPOTHESIS_PROFILE", "ci")

@@ -88,28 +88,60 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     results = [result for results in BENCHMARKS.values() for result in results.split()]
     known = [*BENCHMARKS, *results]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"benchmarks or results to run: {', '.join(known)}")
-    parser.add_argument("--rounds", type=int, default=60, help="number of rounds; each round runs every candidate once")
-    parser.add_argument("--seconds", type=float, default=60, help="time limit for one case, after at least ten rounds")
-    parser.add_argument("--megabytes", type=int, default=1024, help="size of the state in the checkpoint benchmark")
-    parser.add_argument("--folder", help="folder for checkpoints; default: the system's folder of temporary files")
-    parser.add_argument("--before", type=Path, help="other checkout of muonfx, for the benchmark versions")
-    parser.add_argument("--cases", nargs="+", default=[""], help="words; versions runs the cases whose name has one")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="number of torch threads")
-    parser.add_argument("--no-compile", action="store_true", help="skip candidates that use torch.compile")
-    parser.add_argument("--no-report", action="store_true", help="write results only, not the documentation")
+    parser.add_argument(
+        "names", nargs="*", metavar="name", help=f"benchmarks or results to run: {', '.join(known)}"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=60,
+        help="number of rounds; each round runs every candidate once",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60,
+        help="time limit for one case, after at least ten rounds",
+    )
+    parser.add_argument(
+        "--megabytes", type=int, default=1024, help="size of the state in the checkpoint benchmark"
+    )
+    parser.add_argument(
+        "--folder", help="folder for checkpoints; default: the system's folder of temporary files"
+    )
+    parser.add_argument(
+        "--before", type=Path, help="other checkout of muonfx, for the benchmark versions"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", default=[""], help="words; versions runs the cases whose name has one"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=min(2, os.cpu_count() or 1), help="number of torch threads"
+    )
+    parser.add_argument(
+        "--no-compile", action="store_true", help="skip candidates that use torch.compile"
+    )
+    parser.add_argument(
+        "--no-report", action="store_true", help="write results only, not the documentation"
+    )
     options = parser.parse_args(arguments)
     unknown = set(options.names) - set(known)
     if unknown:
-        parser.error(f"name: found {', '.join(sorted(unknown))}, expected some of {', '.join(known)}")
+        parser.error(
+            f"name: found {', '.join(sorted(unknown))}, expected some of {', '.join(known)}"
+        )
     if not options.names:
         options.names = [name for name in BENCHMARKS if name != "versions" or options.before]
     if options.before is None and not {"versions", "versions_speed"}.isdisjoint(options.names):
-        parser.error("versions: found no other checkout of muonfx, expected one: give its folder with --before")
+        parser.error(
+            "versions: found no other checkout of muonfx, expected one: give its folder with --before"
+        )
     cases = [case for case in versions.CASES if any(word in case.name for word in options.cases)]
     if not cases:
         every = ", ".join([case.name for case in versions.CASES])
-        parser.error(f"--cases: found {options.cases}, which no case contains, expected a word of: {every}")
+        parser.error(
+            f"--cases: found {options.cases}, which no case contains, expected a word of: {every}"
+        )
     options.cases = cases
     return options
 
@@ -142,7 +174,9 @@ def measures_for(options: argparse.Namespace) -> dict[str, Callable[[], list[dic
         "operations_compiled": operations_compiled.counts,
         "optimizer_laws": optimizer_laws.rows,
         "overhead_speed": lambda: overhead.speed(min(rounds, 30), seconds=seconds),
-        "versions_speed": lambda: versions.speed(options.before, rounds, cases=options.cases, seconds=seconds),
+        "versions_speed": lambda: versions.speed(
+            options.before, rounds, cases=options.cases, seconds=seconds
+        ),
     }
 
 

@@ -24,7 +24,10 @@ LAYERS: Shapes = [(512, 512)] * 4 + [(2048, 512)] * 2 + [(512, 2048)] * 2
 def make(shapes: Shapes) -> Params:
     """Return random parameters with random gradients."""
     generator = torch.Generator().manual_seed(0)
-    params = {f"p{i}": nn.Parameter(torch.randn(shape, generator=generator)) for i, shape in enumerate(shapes)}
+    params = {
+        f"p{i}": nn.Parameter(torch.randn(shape, generator=generator))
+        for i, shape in enumerate(shapes)
+    }
     for param in params.values():
         param.grad = torch.randn(param.shape, generator=generator)
     return params
@@ -39,7 +42,12 @@ def our_muon(params: Params) -> torch.optim.Optimizer:
     """Return the same optimizer as a chain."""
     return mfx.TransformOptimizer(
         params,
-        mfx.muon(1e-3, weight_decay=0.1, orthogonalize=mfx.orthogonalize(coefficients="keller"), lr_scaling="original"),
+        mfx.muon(
+            1e-3,
+            weight_decay=0.1,
+            orthogonalize=mfx.orthogonalize(coefficients="keller"),
+            lr_scaling="original",
+        ),
     )
 
 
@@ -54,7 +62,10 @@ def our_adamw(params: Params) -> torch.optim.Optimizer:
 
 
 Make = Callable[[Params], torch.optim.Optimizer]
-PAIRS: dict[str, tuple[Make, Make]] = {"Muon": (torch_muon, our_muon), "AdamW": (torch_adamw, our_adamw)}
+PAIRS: dict[str, tuple[Make, Make]] = {
+    "Muon": (torch_muon, our_muon),
+    "AdamW": (torch_adamw, our_adamw),
+}
 
 
 def speed(rounds: int) -> list[dict[str, Any]]:
@@ -67,7 +78,13 @@ def speed(rounds: int) -> list[dict[str, Any]]:
                 "muonfx": ours(make(shapes)).step,
                 "torch again": theirs(make(shapes)).step,
             }
-            rows.append({"case": case, "optimizer": name, **summary(interleaved(steps, rounds=rounds), "torch")})
+            rows.append(
+                {
+                    "case": case,
+                    "optimizer": name,
+                    **summary(interleaved(steps, rounds=rounds), "torch"),
+                }
+            )
     return rows
 
 
@@ -80,7 +97,11 @@ def memory() -> list[dict[str, Any]]:
         "2 x 4096x1024": [(4096, 1024)] * 2,
     }.items():
         for name, (theirs, ours) in PAIRS.items():
-            row: dict[str, Any] = {"case": case, "optimizer": name, "parameters": sum(4 * r * c for r, c in shapes)}
+            row: dict[str, Any] = {
+                "case": case,
+                "optimizer": name,
+                "parameters": sum(4 * r * c for r, c in shapes),
+            }
             for who, build in (("torch", theirs), ("muonfx", ours)):
                 optimizer = build(make(shapes))
                 optimizer.step()  # the first step creates the state

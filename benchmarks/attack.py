@@ -38,7 +38,9 @@ Save = Callable[[State, Path], object]
 Load = Callable[[State, Path], object]
 
 SHAPES = {"embed": (16, 8), "up": (8, 24), "bias": (24,)}
-_FOLDER_CALLS = frozenset({"open", "os.mkdir", "os.rmdir", "os.remove", "os.rename", "os.link", "shutil.rmtree"})
+_FOLDER_CALLS = frozenset(
+    {"open", "os.mkdir", "os.rmdir", "os.remove", "os.rename", "os.link", "shutil.rmtree"}
+)
 """Calls that Python reports to audit hooks before they touch a file."""
 MOST_CALLS = 200
 
@@ -124,7 +126,11 @@ _kill_at: list[Any] = []
 
 def _count(path: object) -> None:
     """Count a call that touches a file of the folder, and end the process if its turn has come."""
-    if not _kill_at or not isinstance(path, str | os.PathLike) or not os.fspath(path).startswith(_kill_at[0]):
+    if (
+        not _kill_at
+        or not isinstance(path, str | os.PathLike)
+        or not os.fspath(path).startswith(_kill_at[0])
+    ):
         return
     _kill_at[2] += 1
     if _kill_at[2] > _kill_at[1]:
@@ -236,16 +242,23 @@ def candidates() -> dict[str, tuple[Save, Load]]:
 
     pairs = {"torch: FileSystemWriter": by_dcp(dcp.FileSystemWriter, dcp.FileSystemReader)}
     with suppress(ImportError):
-        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+        from torch.distributed.checkpoint.hf_storage import (
+            HuggingFaceStorageReader,
+            HuggingFaceStorageWriter,
+        )
 
-        pairs["torch: HuggingFaceStorageWriter"] = by_dcp(HuggingFaceStorageWriter, HuggingFaceStorageReader)
+        pairs["torch: HuggingFaceStorageWriter"] = by_dcp(
+            HuggingFaceStorageWriter, HuggingFaceStorageReader
+        )
     pairs["muonfx: Writer"] = by_dcp(mfx.checkpoint.Writer, mfx.checkpoint.Reader)
 
     def save(state: State, path: Path) -> None:
         mfx.checkpoint.save(path, state)
 
     def load(state: State, path: Path) -> None:
-        mfx.tree.map(lambda value, saved: value.copy_(saved), state, mfx.checkpoint.load(path, like=state))
+        mfx.tree.map(
+            lambda value, saved: value.copy_(saved), state, mfx.checkpoint.load(path, like=state)
+        )
 
     pairs["muonfx: save and load"] = (save, load)
     return pairs
@@ -266,7 +279,13 @@ def outcomes() -> list[dict[str, Any]]:
 def lost(row: dict[str, Any]) -> dict[str, str]:
     """Return the cells of a row: how many attempts ended badly, of how many.
 
-    >>> lost({"candidate": "a", "kills": {"whole": 3, "refused": 1}, "fp32 into bf16": {"refused": 1}})
+    >>> lost(
+    ...     {
+    ...         "candidate": "a",
+    ...         "kills": {"whole": 3, "refused": 1},
+    ...         "fp32 into bf16": {"refused": 1},
+    ...     }
+    ... )
     {'kills': '1 of 4', 'fp32 into bf16': '0 of 1'}
     """
     cells: dict[str, str] = {}

@@ -67,8 +67,12 @@ def local_shape(sides: Shape, at: Shape, placements: tuple[Any, ...], shape: Sha
 def tensor(mesh: DeviceMesh, placements: Sequence[Any], shape: Shape) -> Any:
     """Return a meta DTensor."""
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), stride, torch.bfloat16))
-    own = local_shape(tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), tuple(placements), shape)
+    spec = DTensorSpec(
+        mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), stride, torch.bfloat16)
+    )
+    own = local_shape(
+        tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), tuple(placements), shape
+    )
     local = torch.empty(own, dtype=torch.bfloat16, device="meta")
     kind: Any = DTensor
     return kind(local, spec, requires_grad=False)
@@ -106,30 +110,43 @@ def layout_of(case: dict[str, Any], params: dict[str, Any]) -> Any:
         return mfx.sharding.replicated(params)
     if kind == "flat":
         total = sum(leaf.numel() for leaf in params.values())
-        return mfx.sharding.flat(params, order=list(params), cuts=[total * rank // size for rank in range(size + 1)])
+        return mfx.sharding.flat(
+            params, order=list(params), cuts=[total * rank // size for rank in range(size + 1)]
+        )
     return mfx.sharding.zero(params, partition=kind.removeprefix("zero, "))
 
 
 def megabytes() -> float:
     """Return the peak resident memory of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        2**20 if sys.platform == "darwin" else 2**10
+    )
 
 
 def bind(case: dict[str, Any]) -> dict[str, Any]:
     """Bind one case in this process, which must not have a process group."""
-    size, rank = prod(case["mesh"]), 0  # rank 0 owns one of the largest matrices, so it has the most to prepare
+    size, rank = (
+        prod(case["mesh"]),
+        0,
+    )  # rank 0 owns one of the largest matrices, so it has the most to prepare
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     if case["layout"] == "from_dtensors":
         params = dtensors(case)
     else:
-        params = {n: torch.empty(s, dtype=torch.bfloat16, device="meta") for n, s, _ in parameters(case["model"])}
+        params = {
+            n: torch.empty(s, dtype=torch.bfloat16, device="meta")
+            for n, s, _ in parameters(case["model"])
+        }
     labels = {name: "muon" if kind.muon else "adamw" for name, _, kind in parameters(case["model"])}
     before = megabytes()
     began = time.perf_counter()
     layout = layout_of(case, params)
     laid_out = time.perf_counter()
     tx = mfx.sharding.sharded(
-        mfx.muon_with_adamw(0.02, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.bfloat16)), layout
+        mfx.muon_with_adamw(
+            0.02, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.bfloat16)
+        ),
+        layout,
     )
     local = {
         name: leaf if case["layout"] == "from_dtensors" else layout.position(name).blank(leaf)
@@ -159,7 +176,9 @@ def bind(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def speed(rounds: int = 3, *, cases: Sequence[dict[str, Any]] = CASES, name: str = "llama-70b") -> list[dict[str, Any]]:
+def speed(
+    rounds: int = 3, *, cases: Sequence[dict[str, Any]] = CASES, name: str = "llama-70b"
+) -> list[dict[str, Any]]:
     """Return a row for each case, from the fastest of several processes."""
     rows: list[dict[str, Any]] = []
     for case in cases:

@@ -65,7 +65,11 @@ def even(megabytes: int, leaves: int) -> dict[str, Any]:
     """Return the momentum of `leaves` square matrices of one size, about `megabytes` MiB in all."""
     side = isqrt(megabytes * 2**20 // (4 * leaves))
     torch.manual_seed(0)
-    return {"momentum": {"trace": {f"blocks.{i}.weight": torch.randn(side, side) for i in range(leaves)}}}
+    return {
+        "momentum": {
+            "trace": {f"blocks.{i}.weight": torch.randn(side, side) for i in range(leaves)}
+        }
+    }
 
 
 def speed(megabytes: int, rounds: int, folder: str | None = None) -> list[dict[str, Any]]:
@@ -115,7 +119,14 @@ def _speed(state: dict[str, Any], rounds: int, folder: str | None) -> list[dict[
         for what, candidates, is_unflushed in cases:
             with patch("os.fsync", lambda handle: None) if is_unflushed else nullcontext():
                 times = interleaved(candidates, rounds=rounds, warmup=1)
-            found.append({"what": what, "bytes": like.nbytes, "leaves": len(like), **summary(times, "safetensors")})
+            found.append(
+                {
+                    "what": what,
+                    "bytes": like.nbytes,
+                    "leaves": len(like),
+                    **summary(times, "safetensors"),
+                }
+            )
         return found
     finally:
         shutil.rmtree(where)
@@ -153,7 +164,9 @@ def fresh(megabytes: int, rounds: int, folder: str | None = None) -> list[dict[s
             save_file(flat(state), where / "plain.safetensors")
             mfx.checkpoint.save(where / "ours", state)
             del state
-            wall: dict[str, list[float]] = {who: [] for who in ("safetensors", "muonfx", "safetensors again")}
+            wall: dict[str, list[float]] = {
+                who: [] for who in ("safetensors", "muonfx", "safetensors again")
+            }
             cpu: dict[str, list[float]] = {who: [] for who in wall}
             for turn in range(rounds + 1):
                 for who in wall:
@@ -170,7 +183,12 @@ def fresh(megabytes: int, rounds: int, folder: str | None = None) -> list[dict[s
                         for times, seconds in zip((wall, cpu), done.stdout.split(), strict=True):
                             times[who].append(float(seconds))
             rows.append(
-                {"what": "load", "bytes": spec.nbytes, "leaves": len(spec), **summary(wall, "safetensors")}
+                {
+                    "what": "load",
+                    "bytes": spec.nbytes,
+                    "leaves": len(spec),
+                    **summary(wall, "safetensors"),
+                }
                 | {"processor": summary(cpu, "safetensors")}
             )
         finally:
@@ -226,9 +244,24 @@ def memory(megabytes: int, folder: str | None = None) -> list[dict[str, Any]]:
     try:
         for what in ("save", "save transposed", "load"):
             path = where / ("state" if what == "load" else "other")
-            command = [sys.executable, "-c", PEAK, str(Path(__file__).parent.parent), what, str(megabytes), str(path)]
+            command = [
+                sys.executable,
+                "-c",
+                PEAK,
+                str(Path(__file__).parent.parent),
+                what,
+                str(megabytes),
+                str(path),
+            ]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            rows.append({"what": what, "bytes": total, "largest leaf": largest, "peak beyond": int(done.stdout)})
+            rows.append(
+                {
+                    "what": what,
+                    "bytes": total,
+                    "largest leaf": largest,
+                    "peak beyond": int(done.stdout),
+                }
+            )
     finally:
         shutil.rmtree(where)
     return rows

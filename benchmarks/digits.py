@@ -31,7 +31,9 @@ class Digits:
         indices = self.order[[draw.randrange(VALIDATION, len(self.order)) for _ in range(size)]]
         return self.images[indices], self.digits[indices]
 
-    def validation_batches(self, count: int, size: int, context: int) -> list[tuple[Tensor, Tensor]]:
+    def validation_batches(
+        self, count: int, size: int, context: int
+    ) -> list[tuple[Tensor, Tensor]]:
         """Return all validation images, in one batch."""
         indices = self.order[:VALIDATION]
         return [(self.images[indices], self.digits[indices])]
@@ -79,7 +81,9 @@ class Block(nn.Module):
         self.value = nn.Linear(width, width)
         self.proj = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, tokens, width) to the same shape."""

@@ -38,16 +38,24 @@ def client(model: nn.Module) -> torch.optim.Optimizer:
 CANDIDATES = {BASELINE: peers.DEEPSPEED_MUON, OURS: client, ADAMW: peers.DEEPSPEED_ADAMW}
 
 
-def measure(candidate: str, size: Size, cases: list[tuple[int, str]], iterations: int) -> list[tuple[float, Any]]:
+def measure(
+    candidate: str, size: Size, cases: list[tuple[int, str]], iterations: int
+) -> list[tuple[float, Any]]:
     """Return the seconds per iteration and the float32 error of the parameters of each case; a collective."""
     found: list[tuple[float, Any]] = []
     start, wanted = trained(size, dist.get_world_size())
     for stage, dtype in cases:
         model, batch, bf16 = make(size), tokens(size, dist.get_rank()), dtype == "bfloat16"
-        iterate, whole = peers.deepspeed(model, batch, stage, optimizer=CANDIDATES[candidate], bf16=bf16)
+        iterate, whole = peers.deepspeed(
+            model, batch, stage, optimizer=CANDIDATES[candidate], bf16=bf16
+        )
         for _ in range(ITERATIONS):
             iterate()
-        apart = None if bf16 or candidate == ADAMW else distance(whole(), wanted) / distance(start, wanted)
+        apart = (
+            None
+            if bf16 or candidate == ADAMW
+            else distance(whole(), wanted) / distance(start, wanted)
+        )
         times = world.interleaved({candidate: iterate}, rounds=iterations)
         found.append((statistics.median(times[candidate]), apart))
     return found
@@ -74,7 +82,12 @@ def speed(
     for place, (stage, dtype) in enumerate(cases):
         times = {name: [turn[place][0] for turn in turns] for name, turns in found.items()}
         for name, values in summary(times, BASELINE).items():
-            about = {"case": f"ZeRO-{stage}", "dtype": dtype, "processes": processes, "candidate": name}
+            about = {
+                "case": f"ZeRO-{stage}",
+                "dtype": dtype,
+                "processes": processes,
+                "candidate": name,
+            }
             package = versioned("muonfx" if name == OURS else "deepspeed")
             rows.append({**about, "package": package, "apart": found[name][0][place][1], **values})
     return rows

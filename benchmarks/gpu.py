@@ -46,7 +46,12 @@ PLAIN = "plain, compiled, bfloat16"
 
 
 def newton_schulz(
-    rounds: int, seconds: float, device: str, *, shapes: tuple[Shape, ...] = SHAPES, compiled: bool = True
+    rounds: int,
+    seconds: float,
+    device: str,
+    *,
+    shapes: tuple[Shape, ...] = SHAPES,
+    compiled: bool = True,
 ) -> Iterator[Row]:
     """Measure time and error of one orthogonalization, in bf16 and with the same coefficients for all candidates."""
     for shape in shapes:
@@ -59,7 +64,9 @@ def newton_schulz(
                 runs[one.name] = partial(one.call, x)
         for name, settings in _products(device).items():
             runs[name] = partial(ours, x, **settings)
-        times = summary(interleaved(runs, rounds=rounds, seconds=seconds), PLAIN if compiled else "plain")
+        times = summary(
+            interleaved(runs, rounds=rounds, seconds=seconds), PLAIN if compiled else "plain"
+        )
         for name, run in runs.items():
             error = float((run().double() - exact).norm() / exact.norm())
             yield {"case": _text(shape), "candidate": name, **times[name], "error": error}
@@ -88,15 +95,24 @@ def whole_step(
     """Measure the time of a step, and its peak memory in addition to parameters, gradients and state."""
     for case, shapes in sets.items():
         gradients = [torch.randn(shape, device=device) for shape in shapes]
-        runs = {one.name: step.stepper(one.build, gradients)[1] for one in _optimizers(device, compiled)}
+        runs = {
+            one.name: step.stepper(one.build, gradients)[1] for one in _optimizers(device, compiled)
+        }
         times = summary(interleaved(runs, rounds=rounds, seconds=seconds), step.BASELINE)
         for name, run in runs.items():
-            yield {"case": case, "candidate": name, **times[name], "bytes at the peak": _peak(run, device)}
+            yield {
+                "case": case,
+                "candidate": name,
+                **times[name],
+                "bytes at the peak": _peak(run, device),
+            }
 
 
 def _optimizers(device: str, compiled: bool) -> Iterator[Optimizer]:
     yield from (one for one in optimizers(compiled=compiled) if one.package == "torch")
-    if compiled and (dion := installed("dion", get="put a clone of github.com/microsoft/dion on PYTHONPATH")):
+    if compiled and (
+        dion := installed("dion", get="put a clone of github.com/microsoft/dion on PYTHONPATH")
+    ):
         make = partial(dion.Muon, lr=1e-3, weight_decay=0.1, nesterov=True)
         yield Optimizer("Dion", make, "its own", True, "dion")
     yield from step.ours()
@@ -121,7 +137,9 @@ def captured_step(rounds: int, seconds: float, device: str) -> Iterator[Row]:
     """Time a functional step replayed from a CUDA graph, compared with the same step run by Python."""
     for case, shapes in SETS.items():
         tx = mfx.muon(1e-3, weight_decay=0.1, orthogonalize=mfx.orthogonalize(coefficients=COMMON))
-        grads = {f"h.{i}.weight": torch.randn(shape, device=device) for i, shape in enumerate(shapes)}
+        grads = {
+            f"h.{i}.weight": torch.randn(shape, device=device) for i, shape in enumerate(shapes)
+        }
         twins = []
         for _ in range(2):
             params = {name: grad.clone() for name, grad in grads.items()}
@@ -172,7 +190,16 @@ def line(row: Row) -> str:
     """Format a row as a line of the printed table.
 
     >>> spread = {"median": 1.0, "p10": 0.5, "p90": 2.0}
-    >>> line({"part": "p", "case": "c", "candidate": "x", "milliseconds": spread, "ratio": spread, "error": 0.001})
+    >>> line(
+    ...     {
+    ...         "part": "p",
+    ...         "case": "c",
+    ...         "candidate": "x",
+    ...         "milliseconds": spread,
+    ...         "ratio": spread,
+    ...         "error": 0.001,
+    ...     }
+    ... )
     'p              c                  x                                  1.000 ms  1.00 (0.50 to 2.00)  error 1.0e-03'
     """
     ratio = row["ratio"]
@@ -195,13 +222,20 @@ def rows_of_other_parts(parts: list[str]) -> list[Row]:
     here, there = measure.machine(), saved["machine"]
     for fact in ("gpu", "torch", "muonfx"):
         if here[fact] != there[fact]:
-            print(f"results/gpu.json is of {fact} {there[fact]}, and this run is of {here[fact]}: its rows are dropped")
+            print(
+                f"results/gpu.json is of {fact} {there[fact]}, and this run is of {here[fact]}: its rows are dropped"
+            )
             return []
     return [row for row in saved["rows"] if row["part"] not in parts]
 
 
 def run_part(
-    part: str, rows: list[Row], save: Callable[[list[Row]], object], *, minutes: float, **options: Any
+    part: str,
+    rows: list[Row],
+    save: Callable[[list[Row]], object],
+    *,
+    minutes: float,
+    **options: Any,
 ) -> None:
     """Run one part: append its rows, print and save each, and stop after ``minutes``."""
     deadline = time.monotonic() + 60 * minutes
@@ -211,7 +245,9 @@ def run_part(
         if "milliseconds" in row:
             print(line(rows[-1]), flush=True)
         if time.monotonic() > deadline:
-            print(f"{part}: stopped after {minutes:g} minutes; what is not printed above was not measured")
+            print(
+                f"{part}: stopped after {minutes:g} minutes; what is not printed above was not measured"
+            )
             rows.append({"part": part, "stopped after minutes": minutes})
             save(rows)
             return
@@ -220,28 +256,57 @@ def run_part(
 def main(arguments: list[str] | None = None) -> None:
     """Measure each part, print its rows and save the rows of all parts."""
     parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"some of: {', '.join(PARTS)}; default: all")
-    parser.add_argument("--rounds", type=int, default=40, help="number of rounds; each round runs every candidate once")
-    parser.add_argument("--seconds", type=float, default=15, help="time limit for one case, after at least ten rounds")
+    parser.add_argument(
+        "parts", nargs="*", metavar="part", help=f"some of: {', '.join(PARTS)}; default: all"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=40,
+        help="number of rounds; each round runs every candidate once",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=15,
+        help="time limit for one case, after at least ten rounds",
+    )
     parser.add_argument("--minutes", type=float, default=7, help="a part stops after these minutes")
-    parser.add_argument("--rehearse", action="store_true", help="small matrices on the CPU; nothing is saved")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="small matrices on the CPU; nothing is saved"
+    )
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"part: found {', '.join(sorted(unknown))}, expected some of {', '.join(PARTS)}")
-    settings: dict[str, Any] = {"rounds": options.rounds, "seconds": options.seconds, "device": "cuda"}
+        parser.error(
+            f"part: found {', '.join(sorted(unknown))}, expected some of {', '.join(PARTS)}"
+        )
+    settings: dict[str, Any] = {
+        "rounds": options.rounds,
+        "seconds": options.seconds,
+        "device": "cuda",
+    }
     if options.rehearse:
         rehearse(options.parts or list(REHEARSAL), settings | {"device": "cpu"}, options.minutes)
         return
     if not torch.cuda.is_available():
         parser.exit(
-            2, "error: found no CUDA device, expected one: use a machine with a GPU, or rehearse with --rehearse\n"
+            2,
+            "error: found no CUDA device, expected one: use a machine with a GPU, or rehearse with --rehearse\n",
         )
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; milliseconds, ratio to the first candidate")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; milliseconds, ratio to the first candidate"
+    )
     chosen = options.parts or list(PARTS)
     rows = rows_of_other_parts(chosen)
     for part in chosen:
         try:
-            run_part(part, rows, lambda measured: measure.save("gpu", measured), minutes=options.minutes, **settings)
+            run_part(
+                part,
+                rows,
+                lambda measured: measure.save("gpu", measured),
+                minutes=options.minutes,
+                **settings,
+            )
         except Exception as error:  # the results of the other parts are still useful
             traceback.print_exc()
             rows.append({"part": part, "failed": f"{type(error).__name__}: {error}"})
@@ -257,9 +322,19 @@ def rehearse(parts: list[str], settings: dict[str, Any], minutes: float) -> None
     """Run parts with small matrices on the CPU, without torch.compile, and save nothing."""
     rehearsed = [part for part in parts if part in REHEARSAL]
     for part in rehearsed:
-        run_part(part, [], lambda rows: None, minutes=minutes, compiled=False, **REHEARSAL[part], **settings)
+        run_part(
+            part,
+            [],
+            lambda rows: None,
+            minutes=minutes,
+            compiled=False,
+            **REHEARSAL[part],
+            **settings,
+        )
     left_out = [part for part in PARTS if part not in rehearsed]
-    print(f"rehearsed on the CPU: {', '.join(rehearsed)}; not rehearsed: {', '.join(left_out)}; nothing was saved")
+    print(
+        f"rehearsed on the CPU: {', '.join(rehearsed)}; not rehearsed: {', '.join(left_out)}; nothing was saved"
+    )
 
 
 if __name__ == "__main__":

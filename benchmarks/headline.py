@@ -58,7 +58,9 @@ def study_task() -> mfx.studies.Task:
         inputs, targets = batch
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    (validation,) = corpus().validation_batches(1, 512, TASK.context)  # the windows that `train` reads
+    (validation,) = corpus().validation_batches(
+        1, 512, TASK.context
+    )  # the windows that `train` reads
     return mfx.studies.Task.of_module(make_model, batch, loss, validation)
 
 
@@ -76,21 +78,40 @@ def adamw_with_two_rates(rate: float) -> mfx.Transform:
 def rows_of_torch(rate: float, seed: int) -> list[Row]:
     """Return the last row of a run of ``torch.optim.Muon``, as a row of the study."""
     result = train(TASK, "torch_muon", {"rate": rate}, STEPS, seed)
-    return [{"optimizer": TORCH, "rate": rate, "seed": seed, "step": STEPS, "validation_loss": result["loss"]}]
+    return [
+        {
+            "optimizer": TORCH,
+            "rate": rate,
+            "seed": seed,
+            "step": STEPS,
+            "validation_loss": result["loss"],
+        }
+    ]
 
 
 def measure() -> list[Row]:
     """Train with all optimizers, and return the last row of each run."""
     optimizers = {MUON: muon, ADAMW: adamw_with_two_rates}
     rows = mfx.study(
-        study_task(), optimizers, rates=RATES, seeds=SEEDS, steps=STEPS, report_every=STEPS, folder=FOLDER, vmap=False
+        study_task(),
+        optimizers,
+        rates=RATES,
+        seeds=SEEDS,
+        steps=STEPS,
+        report_every=STEPS,
+        folder=FOLDER,
+        vmap=False,
     )
     for row in rows:
         del row["loss"]  # of the training batches
     finished = saved_rows()
     for rate in TORCH_RATES:
         for seed in SEEDS:
-            same = [row for row in finished if (row["optimizer"], row["rate"], row["seed"]) == (TORCH, rate, seed)]
+            same = [
+                row
+                for row in finished
+                if (row["optimizer"], row["rate"], row["seed"]) == (TORCH, rate, seed)
+            ]
             rows += same or rows_of_torch(rate, seed)
             save(rows)
     return rows
@@ -109,7 +130,9 @@ def save(rows: list[Row]) -> None:
 
 def main() -> None:
     """Run the missing runs, and draw the picture."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     torch.set_num_threads(1)
     measure()
     plots.draw_headline()

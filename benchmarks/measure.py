@@ -35,7 +35,11 @@ MIN_ROUNDS = 10
 
 
 def interleaved(
-    candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3, seconds: float = math.inf
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 3,
+    seconds: float = math.inf,
 ) -> dict[str, list[float]]:
     """Time each candidate once per round, and return the seconds of every round after the warm-up.
 
@@ -91,7 +95,9 @@ class PeakBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {
-            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
         }
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
@@ -119,9 +125,13 @@ def machine() -> dict[str, Any]:
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        model = next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
         flags = next(line for line in lines if line.startswith("flags")).split()
-        family = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("cpu family"))
+        family = next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("cpu family")
+        )
     except (OSError, StopIteration):
         flags = []
         family = ""

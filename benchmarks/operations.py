@@ -44,7 +44,15 @@ BYTES_PER_SECOND = 2.8e12
 LAUNCH_SECONDS = 4e-6
 """The time to start one kernel from Python."""
 
-ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias"}
+ALLOCATIONS = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "alias",
+}
 """Operators of ``aten`` that launch no kernel although they return no view of an input."""
 
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
@@ -83,19 +91,31 @@ class Counter(TorchDispatchMode):
         """The names of the transforms that run, each called by the one before it."""
 
     def symmetric_matmul(
-        self, p: Tensor, *, addend: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0, out: Tensor
+        self,
+        p: Tensor,
+        *,
+        addend: Tensor | None = None,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        out: Tensor,
     ) -> Tensor:
         """Count a product by quack-kernels, which computes one half of ``p p^T``. It replaces quack's function."""
         read = [p] if addend is None else [p, addend]
         self.add(p.numel() * p.shape[-2], sum(map(touched_bytes, [*read, out])), in_product=True)
         return out
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run an operation, and count it if it launches a kernel."""
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
         if launches_kernel(operator):
-            self.add(flops_of(operator, args), bytes_of(operator, args, kwargs, result), is_product(operator))
+            self.add(
+                flops_of(operator, args),
+                bytes_of(operator, args, kwargs, result),
+                is_product(operator),
+            )
         return result
 
     def add(self, flops: float, nbytes: float, in_product: bool) -> None:
@@ -125,13 +145,22 @@ def launches_kernel(operator: Any) -> bool:
     """Return True if an operator reads or writes elements.
 
     >>> aten = torch.ops.aten
-    >>> [launches_kernel(op) for op in (aten.bmm.out, aten.mul_.Tensor, aten.transpose.int, aten.empty.memory_format)]
+    >>> [
+    ...     launches_kernel(op)
+    ...     for op in (aten.bmm.out, aten.mul_.Tensor, aten.transpose.int, aten.empty.memory_format)
+    ... ]
     [True, True, False, False]
     """
-    if operator.namespace != "aten" or name_of(operator) in ALLOCATIONS or name_of(operator) == "promote_types":
+    if (
+        operator.namespace != "aten"
+        or name_of(operator) in ALLOCATIONS
+        or name_of(operator) == "promote_types"
+    ):
         return False
     returns = operator._schema.returns
-    is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+    is_view = any(
+        value.alias_info is not None and not value.alias_info.is_write for value in returns
+    )
     return not is_view
 
 
@@ -161,7 +190,9 @@ def bytes_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
     for argument in operator._schema.arguments:
         is_output_only = argument.name == "out" and argument.is_out
         if argument.name in kwargs and not is_output_only:
-            read += [value for value in tree_leaves(kwargs[argument.name]) if isinstance(value, Tensor)]
+            read += [
+                value for value in tree_leaves(kwargs[argument.name]) if isinstance(value, Tensor)
+            ]
     if not written:  # a foreach operator in place returns nothing, and writes its first argument
         written = [value for value in tree_leaves(args[0]) if isinstance(value, Tensor)]
     is_overwritten = name_of(operator) in ("copy_", "_foreach_copy_", "zero_", "fill_")
@@ -191,11 +222,15 @@ class ForFakeTensors(TorchFunctionMode):
         super().__init__()
         self._addresses: dict[int, int] = {}
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Call a function of torch."""
         if function is Tensor.data_ptr:
             storage = args[0].untyped_storage()._cdata
-            start = self._addresses.setdefault(storage, (1 + len(self._addresses)) * LARGEST_STORAGE)
+            start = self._addresses.setdefault(
+                storage, (1 + len(self._addresses)) * LARGEST_STORAGE
+            )
             return start + args[0].storage_offset() * args[0].itemsize
         if function is Tensor.__getitem__:
             return indexed(*args)
@@ -215,7 +250,10 @@ def indexed(x: Tensor, index: Any) -> Tensor:
     """Return ``x[index]`` for an index of ints, slices, None and a leading ellipsis.
 
     >>> x = torch.arange(6).view(2, 3)
-    >>> [indexed(x, index).tolist() for index in (1, (0, slice(1, 3)))], indexed(x, (None, 0, None)).shape
+    >>> (
+    ...     [indexed(x, index).tolist() for index in (1, (0, slice(1, 3)))],
+    ...     indexed(x, (None, 0, None)).shape,
+    ... )
     ([[3, 4, 5], [1, 2]], torch.Size([1, 1, 3]))
     """
     dim = 0
@@ -252,7 +290,9 @@ def paper_device(counter: Counter, *, symmetric_kernels: bool) -> Iterator[None]
         mock.patch.object(quack, "symmetric_matmul", counter.symmetric_matmul),
         # Small tensors are stacked, as plain tensors of a device are.
         mock.patch.object(elementwise, "_PLAIN", elementwise._PLAIN | {FakeTensor}),
-        mock.patch.object(mfx.Transform, "run", lambda tx, *args, **kwargs: counter.run(tx, *args, **kwargs)),
+        mock.patch.object(
+            mfx.Transform, "run", lambda tx, *args, **kwargs: counter.run(tx, *args, **kwargs)
+        ),
         warnings.catch_warnings(),
         FakeTensorMode(),
         ForFakeTensors(),
@@ -267,7 +307,9 @@ def paper_device(counter: Counter, *, symmetric_kernels: bool) -> Iterator[None]
 class Block(nn.Module):
     """The parameters of a transformer block: attention with separate projections, and a multilayer perceptron."""
 
-    def __init__(self, width: int, hidden: int, *, key_width: int, is_gated: bool, bias: bool) -> None:
+    def __init__(
+        self, width: int, hidden: int, *, key_width: int, is_gated: bool, bias: bool
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, bias=bias)
         self.q_proj = nn.Linear(width, width, bias=bias)
@@ -345,7 +387,9 @@ def step_of_pytorch_optimizer(model: nn.Module) -> Callable[[], object]:
     package = installed("pytorch_optimizer")
     assert package is not None
     hidden, others = divided(model)
-    return package.Muon([{"params": hidden, "use_muon": True}, {"params": others, "use_muon": False}]).step
+    return package.Muon(
+        [{"params": hidden, "use_muon": True}, {"params": others, "use_muon": False}]
+    ).step
 
 
 def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -403,9 +447,17 @@ def counts() -> list[dict[str, Any]]:
             except RuntimeError as error:
                 if candidate != PEERS:
                     raise
-                print(f"{candidate} does not run on fake tensors for {model_name} and is skipped: {error}")
+                print(
+                    f"{candidate} does not run on fake tensors for {model_name} and is skipped: {error}"
+                )
                 continue
-            rows.append({"model": model_name, "candidate": candidate, "least bytes": least_bytes(model_name)})
+            rows.append(
+                {
+                    "model": model_name,
+                    "candidate": candidate,
+                    "least bytes": least_bytes(model_name),
+                }
+            )
             rows[-1].update(counter.totals._asdict())
             if candidate == OURS:
                 rows[-1]["bytes of transforms"] = dict(counter.bytes_of_transforms)

@@ -33,7 +33,15 @@ from torch.optim.adamw import adamw
 
 import muonfx as mfx
 from benchmarks import operations
-from benchmarks.operations import CAPABILITY, MODELS, OURS, OURS_WITH_KERNELS, TORCHS, Counter, Totals
+from benchmarks.operations import (
+    CAPABILITY,
+    MODELS,
+    OURS,
+    OURS_WITH_KERNELS,
+    TORCHS,
+    Counter,
+    Totals,
+)
 
 DEVICE = SimpleNamespace(
     name="H100",
@@ -115,7 +123,12 @@ def step_of_torch(params: dict[str, Tensor], grads: dict[str, Tensor], labels: A
         adamw(*adamw_lists[:4], [], adamw_lists[4], **ADAMW_ARGUMENTS)
         hidden, _, momenta = muon_lists
         others, _, *moments_and_counts = adamw_lists
-        return [*hidden, *momenta, *others, *[tensor for tensors in moments_and_counts for tensor in tensors]]
+        return [
+            *hidden,
+            *momenta,
+            *others,
+            *[tensor for tensors in moments_and_counts for tensor in tensors],
+        ]
 
     return Step(step, [tensor for values in lists for tensor in values])
 
@@ -167,7 +180,9 @@ def without_device() -> Iterator[None]:
         "torch.cuda.get_rng_state": lambda *_: random_state,
         "torch.cuda.set_rng_state": lambda *_: None,
         "torch.cuda._lazy_init": lambda: None,
-        "torch._inductor.scheduler.has_triton": lambda: True,  # it remembers that an earlier call found no device
+        "torch._inductor.scheduler.has_triton": lambda: (
+            True
+        ),  # it remembers that an earlier call found no device
         "torch._inductor.compile_fx._recursive_joint_graph_passes": lambda graph, *_, **__: graph,
         "torch._inductor.fx_passes.post_grad.lazy_init": lambda *_, **__: None,
     }
@@ -175,7 +190,9 @@ def without_device() -> Iterator[None]:
         for name, replacement in replacements.items():
             stack.enter_context(mock.patch(name, replacement))
         # A build of torch for CPUs lacks this function, so that there is nothing to restore.
-        stack.enter_context(mock.patch("torch.cuda._get_device_properties", return_value=DEVICE, create=True))
+        stack.enter_context(
+            mock.patch("torch.cuda._get_device_properties", return_value=DEVICE, create=True)
+        )
         yield
 
 
@@ -188,11 +205,17 @@ def scheduled(step: Step) -> list[Kernel]:
         inductor.view_to_reshape(graph_module)
         post_grad.post_grad_passes(graph_module, is_inference=True)
         graph = GraphLowering(graph_module, is_inference=True)
-        with V.set_graph_handler(graph), V.set_real_inputs(fake_inputs), V.set_debug_handler(DebugContext()):
+        with (
+            V.set_graph_handler(graph),
+            V.set_real_inputs(fake_inputs),
+            V.set_debug_handler(DebugContext()),
+        ):
             graph.run(*fake_inputs)
             graph._update_scheduler()
             for node in graph.scheduler.nodes:
-                if not isinstance(node.node, MultiOutput):  # the result of the node before it, which has no kernel
+                if not isinstance(
+                    node.node, MultiOutput
+                ):  # the result of the node before it, which has no kernel
                     kernels.append(kernel_of(node))
         return lambda *_: [None] * len(graph.graph_outputs)
 
@@ -219,7 +242,9 @@ def bytes_in_registers(node: Any) -> int:
         for output in member.get_outputs():
             users = {user.node for user in output.users}
             if users <= members:
-                total += math.prod(map(int, output.node.get_size())) * output.node.get_dtype().itemsize
+                total += (
+                    math.prod(map(int, output.node.get_size())) * output.node.get_dtype().itemsize
+                )
     return total
 
 
@@ -267,12 +292,16 @@ def totals_of(kernels: Sequence[Kernel]) -> Totals:
 def counts() -> list[dict[str, Any]]:
     """Return a row for each model and candidate."""
     if find_spec("triton") is None:
-        raise RuntimeError("inductor lowers graphs of a CUDA device only with Triton: pip install triton")
+        raise RuntimeError(
+            "inductor lowers graphs of a CUDA device only with Triton: pip install triton"
+        )
     rows: list[dict[str, Any]] = []
     for model_name in MODELS:
         for candidate in STEPS:
             totals = count(model_name, candidate)
-            rows.append({"model": model_name, "candidate": f"{candidate}, compiled", **totals._asdict()})
+            rows.append(
+                {"model": model_name, "candidate": f"{candidate}, compiled", **totals._asdict()}
+            )
             rows[-1]["least bytes"] = operations.least_bytes(model_name)
             print(rows[-1], flush=True)
     return rows

@@ -40,7 +40,9 @@ def muonfx_muon(model: nn.Module) -> Optimizer:
 def muonfx_soap(model: nn.Module) -> Optimizer:
     soap = mfx.chain(mfx.contrib.scale_by_soap(), mfx.scale_by_learning_rate(0.01))
     labels = {name: "soap" if name in HIDDEN else "adamw" for name, _ in model.named_parameters()}
-    return mfx.TransformOptimizer(model, mfx.partition({"soap": soap, "adamw": mfx.adamw(0.01)}, labels))
+    return mfx.TransformOptimizer(
+        model, mfx.partition({"soap": soap, "adamw": mfx.adamw(0.01)}, labels)
+    )
 
 
 def muonfx_adamw(model: nn.Module) -> Optimizer:
@@ -69,7 +71,10 @@ def torch_muon(model: nn.Module) -> Optimizer:
 
 def pytorch_optimizer_muon(model: nn.Module) -> Optimizer:
     package = importlib.import_module("pytorch_optimizer")
-    groups = [{"params": hidden(model), "use_muon": True}, {"params": others(model), "use_muon": False}]
+    groups = [
+        {"params": hidden(model), "use_muon": True},
+        {"params": others(model), "use_muon": False},
+    ]
     return package.Muon(groups, lr=0.01, adamw_lr=0.01)
 
 
@@ -83,8 +88,20 @@ def heavyball_muon(model: nn.Module) -> Optimizer:
 
 def reference_muon(model: nn.Module) -> Optimizer:
     module = importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    muon = {"params": hidden(model), "lr": 0.01, "momentum": 0.95, "weight_decay": 0.0, "use_muon": True}
-    adam = {"params": others(model), "lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+    muon = {
+        "params": hidden(model),
+        "lr": 0.01,
+        "momentum": 0.95,
+        "weight_decay": 0.0,
+        "use_muon": True,
+    }
+    adam = {
+        "params": others(model),
+        "lr": 0.01,
+        "betas": (0.9, 0.95),
+        "eps": 1e-10,
+        "weight_decay": 0.0,
+    }
     return module.SingleDeviceMuonWithAuxAdam([muon, {**adam, "use_muon": False}])
 
 
@@ -183,4 +200,8 @@ def _saved_rows() -> list[dict[str, Any]]:
     return result["rows"] if result is not None else []
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"optimizers": optimizers, "laws": laws, "failures": failures}
+SECTIONS: dict[str, Callable[[], str]] = {
+    "optimizers": optimizers,
+    "laws": laws,
+    "failures": failures,
+}

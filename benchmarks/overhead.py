@@ -41,7 +41,11 @@ class Size(NamedTuple):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by name."""
         sides = (*[(self.width, self.width)] * 6, *[(self.width,)] * 7)
-        return {f"{block:02}.{place:02}": shape for block in range(self.blocks) for place, shape in enumerate(sides)}
+        return {
+            f"{block:02}.{place:02}": shape
+            for block in range(self.blocks)
+            for place, shape in enumerate(sides)
+        }
 
 
 class Meter:
@@ -67,7 +71,9 @@ class Meter:
         """Time every call of these functions within the ``with`` block."""
         with (
             mock.patch.object(Orthogonalizer, "__call__", self.around(Orthogonalizer.__call__)),
-            mock.patch.object(messages.Exchange, "__init__", self.around(messages.Exchange.__init__)),
+            mock.patch.object(
+                messages.Exchange, "__init__", self.around(messages.Exchange.__init__)
+            ),
             mock.patch.object(messages.Exchange, "wait", self.around(messages.Exchange.wait)),
             mock.patch.object(dist, "all_reduce", self.around(dist.all_reduce)),
         ):
@@ -78,10 +84,16 @@ def candidates(kind: str, size: Size) -> dict[str, Callable[[], object]]:
     """Return AdamW, and our optimizers with a constant and with a changing learning rate, on separate parameters."""
     labels = {name: "muon" if len(shape) == 2 else "adamw" for name, shape in size.shapes.items()}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    plain = mfx.muon_with_adamw(0.02, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+    plain = mfx.muon_with_adamw(
+        0.02, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+    )
 
     def tensor(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape) if kind == "replicated" else distribute_tensor(torch.randn(shape), mesh, [Shard(0)])
+        return (
+            torch.randn(shape)
+            if kind == "replicated"
+            else distribute_tensor(torch.randn(shape), mesh, [Shard(0)])
+        )
 
     def parameters() -> dict[str, torch.nn.Parameter]:
         made = {name: torch.nn.Parameter(tensor(shape)) for name, shape in size.shapes.items()}
@@ -105,7 +117,9 @@ def candidates(kind: str, size: Size) -> dict[str, Callable[[], object]]:
         params = parameters()
         held: Any = {name: param.detach() for name, param in params.items()}
         grads = {name: param.grad for name, param in params.items()}
-        layout = (mfx.sharding.replicated if kind == "replicated" else mfx.sharding.from_dtensors)(held)
+        layout = (mfx.sharding.replicated if kind == "replicated" else mfx.sharding.from_dtensors)(
+            held
+        )
         tx = mfx.sharding.sharded(plain, layout)
         state = tx.init(held)
         rates = {name: value for name, value in mfx.hyperparams(tx).items() if name.endswith(RATE)}
@@ -114,9 +128,16 @@ def candidates(kind: str, size: Size) -> dict[str, Callable[[], object]]:
         def step() -> None:
             nonlocal state, turn
             turn += changing
-            now = mfx.with_hyperparams(tx, {n: v * 0.9999**turn for n, v in rates.items()}) if changing else tx
+            now = (
+                mfx.with_hyperparams(tx, {n: v * 0.9999**turn for n, v in rates.items()})
+                if changing
+                else tx
+            )
             updates, state = now.update(grads, state, held, donate=True)
-            local = [[getattr(leaf, "_local_tensor", leaf) for leaf in tree.values()] for tree in (held, updates)]
+            local = [
+                [getattr(leaf, "_local_tensor", leaf) for leaf in tree.values()]
+                for tree in (held, updates)
+            ]
             torch._foreach_add_(*local)
 
         return step
@@ -127,7 +148,9 @@ def candidates(kind: str, size: Size) -> dict[str, Callable[[], object]]:
         "optimizer, new rate": optimizer(changing=True),
         "function": function(changing=False),
         "function, new rate": function(changing=True),
-        "torch AdamW, foreach, again": torch.optim.AdamW(list(parameters().values()), foreach=True).step,
+        "torch AdamW, foreach, again": torch.optim.AdamW(
+            list(parameters().values()), foreach=True
+        ).step,
     }
 
 
@@ -149,7 +172,12 @@ def measure(kind: str, size: Size, rounds: int) -> list[dict[str, Any]]:
                     times[name].append(took)
                     rest[name].append(took - meter.seconds)
     first = next(iter(calls))
-    about = {"case": kind, "processes": dist.get_world_size(), "leaves": len(size.shapes), "rounds": rounds}
+    about = {
+        "case": kind,
+        "processes": dist.get_world_size(),
+        "leaves": len(size.shapes),
+        "rounds": rounds,
+    }
     return [
         {
             **about,
@@ -157,16 +185,22 @@ def measure(kind: str, size: Size, rounds: int) -> list[dict[str, Any]]:
             "milliseconds": 1e3 * statistics.median(times[name]),
             "beyond": 1e3 * statistics.median(rest[name]),
             "least_beyond": 1e3 * min(rest[name]),
-            "over_adamw": statistics.median(a / b for a, b in zip(rest[name], times[first], strict=True)),
+            "over_adamw": statistics.median(
+                a / b for a, b in zip(rest[name], times[first], strict=True)
+            ),
             "least_over_adamw": min(rest[name]) / min(times[first]),
         }
         for name in calls
     ]
 
 
-def replica_routes(width: int, blocks: int, dtype: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def replica_routes(
+    width: int, blocks: int, dtype: str, rounds: int, seconds: float
+) -> list[dict[str, Any]]:
     """Compare ``replicas="auto"`` with "everyone" and "split" under replicated parameters; a collective."""
-    shapes = {f"{b}.{i}": (width, width * (1 + 3 * (i == 5))) for b in range(blocks) for i in range(6)}
+    shapes = {
+        f"{b}.{i}": (width, width * (1 + 3 * (i == 5))) for b in range(blocks) for i in range(6)
+    }
     plain = mfx.muon(0.02, orthogonalize=mfx.orthogonalize(dtype=getattr(torch, dtype)))
     calls: dict[str, Callable[[], object]] = {}
     routes: dict[str, dict[str, int]] = {}
@@ -186,7 +220,10 @@ def replica_routes(width: int, blocks: int, dtype: str, rounds: int, seconds: fl
         taken = [shard.route for shard in run.shards]
         routes[replicas] = {route: taken.count(route) for route in dict.fromkeys(taken)}
     found = summary(world.interleaved(calls, rounds=rounds, seconds=seconds), "everyone")
-    about = {"case": f"replicas, {blocks} blocks of width {width}, {dtype}", "processes": dist.get_world_size()}
+    about = {
+        "case": f"replicas, {blocks} blocks of width {width}, {dtype}",
+        "processes": dist.get_world_size(),
+    }
     return [{**about, "candidate": name, "routes": routes[name], **found[name]} for name in calls]
 
 
@@ -209,4 +246,6 @@ def speed(
         for kind, processes in (("replicated", 1), ("replicated", 2), ("FSDP2", 2))
         for row in world.run(processes, measure, kind, size, rounds)
     ]
-    return rows + [row for model in models for row in world.run(2, replica_routes, *model, rounds, seconds)]
+    return rows + [
+        row for model in models for row in world.run(2, replica_routes, *model, rounds, seconds)
+    ]

@@ -42,12 +42,23 @@ from benchmarks.quality import matrix
 from benchmarks.step import BASELINE, SETS, Shape, about, stepper
 from muonfx import polar
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "7")  # silences the profiler, which otherwise prints two lines per step
+os.environ.setdefault(
+    "KINETO_LOG_LEVEL", "7"
+)  # silences the profiler, which otherwise prints two lines per step
 
 PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1}
 """Operators that multiply matrices, and the position of the first factor among their tensors."""
 
-ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize", "resize_as", "set"}
+ALLOCATE = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "resize",
+    "resize_as",
+    "set",
+}
 """Operators that allocate memory without writing to it."""
 
 REGION = "muonfx: one step"
@@ -97,7 +108,16 @@ class Peaks(NamedTuple):
 def kind(name: str) -> str:
     """Return "product", "pass", or "none" for regions, views and allocations.
 
-    >>> [kind(name) for name in ("aten::baddbmm", "aten::mul_", "aten::t", "aten::empty", "Optimizer.step#Muon.step")]
+    >>> [
+    ...     kind(name)
+    ...     for name in (
+    ...         "aten::baddbmm",
+    ...         "aten::mul_",
+    ...         "aten::t",
+    ...         "aten::empty",
+    ...         "Optimizer.step#Muon.step",
+    ...     )
+    ... ]
     ['product', 'pass', 'none', 'none', 'none']
     >>> kind("graph_0_cpp_fused_add_mul_0")
     'pass'
@@ -113,7 +133,9 @@ def kind(name: str) -> str:
     schemas = torch._C._jit_get_schemas_for_operator(name)
     results = [result for schema in schemas for result in schema.returns]
     # The overload is unknown. `to` may copy, and then has a nested event that counts.
-    view = any(result.alias_info is not None and not result.alias_info.is_write for result in results)
+    view = any(
+        result.alias_info is not None and not result.alias_info.is_write for result in results
+    )
     return "none" if view or not schemas or operator in ALLOCATE else "pass"
 
 
@@ -159,12 +181,20 @@ def flops(step: Callable[[], None]) -> dict[str, int]:
     >>> flops(lambda: torch.mm(torch.ones(2, 3), torch.ones(3, 4)))
     {'float32': 48}
     """
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler, record_function(REGION):
+    with (
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
+        record_function(REGION),
+    ):
         step()
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
     given = {event.correlation_id(): event for event in profiler.profiler.kineto_results.events()}
-    names = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "double": "float64"}
+    names = {
+        "float": "float32",
+        "c10::BFloat16": "bfloat16",
+        "c10::Half": "float16",
+        "double": "float64",
+    }
     count = Counter[str]()
     for event in (one for top in _called(profiler) for one in within(top)):
         if isinstance(event, FunctionEvent) and kind(event.name) == "product":
@@ -237,12 +267,16 @@ def least_bytes(shapes: Sequence[Shape], size: int = 4) -> int:
 def least_flops(shape: Shape, coefficients: str = BASE) -> float:
     """Return the operations of five quintic steps with half of each symmetric product, in the cheaper form.
 
-    >>> least_flops((64, 64)) / (5 * 64**3)  # half of X X^T, half of its square, and one full product
+    >>> least_flops((64, 64)) / (
+    ...     5 * 64**3
+    ... )  # half of X X^T, half of its square, and one full product
     4.0
     """
 
     def halves(method: polar.MethodLike) -> float:
-        plan = polar.explain(shape, coefficients=coefficients, steps=STEPS, method=method, dtype=torch.bfloat16)
+        plan = polar.explain(
+            shape, coefficients=coefficients, steps=STEPS, method=method, dtype=torch.bfloat16
+        )
         short, long = plan.shape
         lengths = [len(stage.steps) for stage in plan.stages]
         # A stage has two products with the long side, one of them symmetric. All small products are symmetric.
@@ -307,7 +341,9 @@ def roofline(
 def _ours(coefficients: str, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     named = {f"h.{i}.weight": param for i, param in enumerate(params)}
     return mfx.Muon(
-        named, orthogonalize=mfx.orthogonalize(coefficients=coefficients), labels=mfx.routing.default_labels_by_name
+        named,
+        orthogonalize=mfx.orthogonalize(coefficients=coefficients),
+        labels=mfx.routing.default_labels_by_name,
     )
 
 
@@ -316,11 +352,15 @@ def candidates(compiled: bool) -> Iterator[Optimizer]:
     for one in optimizers(compiled=compiled):
         if one.default:
             yield one
-    if compiled and (dion := installed("dion", get="put a clone of github.com/microsoft/dion on PYTHONPATH")):
+    if compiled and (
+        dion := installed("dion", get="put a clone of github.com/microsoft/dion on PYTHONPATH")
+    ):
         make = partial(dion.Muon, lr=1e-3, weight_decay=0.1, nesterov=True)
         yield Optimizer("Dion", make, BASE, True, "dion")
     for coefficients, name in ((BASE, "muonfx"), (COMMON, f"muonfx, {COMMON}")):
-        yield Optimizer(name, partial(_ours, coefficients), coefficients, coefficients == BASE, "muonfx")
+        yield Optimizer(
+            name, partial(_ours, coefficients), coefficients, coefficients == BASE, "muonfx"
+        )
 
 
 def speed(
@@ -339,11 +379,14 @@ def speed(
     cost, before = event_cost(), measure_peaks()
     rows: list[dict[str, Any]] = []
     for case, shapes in sets.items():
-        with inductor.patch({"cpp.enable_kernel_profile": True}):  # makes fused kernels visible to the profiler
+        with inductor.patch(
+            {"cpp.enable_kernel_profile": True}
+        ):  # makes fused kernels visible to the profiler
             rows += _case(case, shapes, rounds, compiled, seconds, cost)
     after = measure_peaks()
     peak = Peaks(
-        {dtype: max(rate, after.flops[dtype]) for dtype, rate in before.flops.items()}, max(before[1], after[1])
+        {dtype: max(rate, after.flops[dtype]) for dtype, rate in before.flops.items()},
+        max(before[1], after[1]),
     )
     for row in rows:
         parts = Parts(**{name: 1e-3 * spent for name, spent in row["parts"].items()})
@@ -368,7 +411,9 @@ def _case(
         step()  # the first step created the state
         counted[one.name] = flops(step)
         runs[one.name] = step
-        runs[f"{one.name}, profiled"] = lambda step=step, own=parts[one.name]: own.append(profiled(step, cost))
+        runs[f"{one.name}, profiled"] = lambda step=step, own=parts[one.name]: own.append(
+            profiled(step, cost)
+        )
     times = interleaved(runs, rounds=rounds, seconds=seconds)
     found = summary({one.name: times[one.name] for one in them}, BASELINE)
     rows: list[dict[str, Any]] = []
@@ -380,7 +425,10 @@ def _case(
             {
                 **about(one, case),
                 **found[one.name],
-                "parts": {name: 1e3 * statistics.median(getattr(part, name) for part in own) for name in Parts._fields},
+                "parts": {
+                    name: 1e3 * statistics.median(getattr(part, name) for part in own)
+                    for name in Parts._fields
+                },
                 "sum over step": statistics.median(ratios),
                 "flops": counted[one.name],
             }

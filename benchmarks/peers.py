@@ -75,7 +75,9 @@ def installed(
 # ----------------------------------------------------------------------------------------------------- functions
 
 
-def one_by_one(call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def one_by_one(
+    call: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that applies a function of one matrix to a batch in a loop, as its optimizer does."""
 
     def loop(x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +88,9 @@ def one_by_one(call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.
     return loop
 
 
-def plain(x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, coefficients: str = COMMON) -> torch.Tensor:
+def plain(
+    x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, coefficients: str = COMMON
+) -> torch.Tensor:
     """Compute the standard iteration of matrices `(..., m, n)` in the simplest way: no buffers, no scaling.
 
     >>> plain(torch.eye(2), torch.float64).dtype
@@ -130,9 +134,14 @@ def _torch_functions(compiled: bool) -> Iterator[Function]:
 def _pytorch_optimizer_functions() -> Iterator[Function]:
     package = "pytorch_optimizer"
     if found := installed(package, "pytorch_optimizer.optimizer.utils.matrix"):
-        standard, gram = found.zero_power_via_newton_schulz_5, found.zero_power_via_gram_newton_schulz
+        standard, gram = (
+            found.zero_power_via_newton_schulz_5,
+            found.zero_power_via_gram_newton_schulz,
+        )
         yield Function(package, standard, COMMON, True, package)
-        yield Function(f"{package}, float32", partial(standard, dtype=torch.float32), COMMON, False, package)
+        yield Function(
+            f"{package}, float32", partial(standard, dtype=torch.float32), COMMON, False, package
+        )
         # Its defaults are fp16 and one restart after two steps, but fp16 products take seconds on a CPU.
         in_bf16 = partial(gram, dtype=torch.bfloat16, reset_steps=(1, 3))
         yield Function(f"{package}, Gram [1, 3], bfloat16", in_bf16, COMMON, False, package)
@@ -156,17 +165,28 @@ def optimizers(*, compiled: bool = True) -> Iterator[Optimizer]:
     if compiled:
         yield Optimizer("torch.optim.Muon, compiled", _compiled_torch, COMMON, False, "torch")
     if found := installed("pytorch_optimizer"):
-        for foreach, name in ((None, "pytorch_optimizer"), (False, "pytorch_optimizer, foreach=False")):
+        for foreach, name in (
+            (None, "pytorch_optimizer"),
+            (False, "pytorch_optimizer, foreach=False"),
+        ):
             make = partial(_pytorch_optimizer, found, foreach)
             yield Optimizer(name, make, COMMON, foreach is None, "pytorch_optimizer")
     if compiled and (found := installed("heavyball")):
-        yield Optimizer("HeavyBall", partial(found.Muon, lr=1e-3, weight_decay=0.1), "quintic", True, "heavyball")
+        yield Optimizer(
+            "HeavyBall",
+            partial(found.Muon, lr=1e-3, weight_decay=0.1),
+            "quintic",
+            True,
+            "heavyball",
+        )
 
 
 def _pytorch_optimizer(
     package: ModuleType, foreach: bool | None, params: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    return package.Muon([{"params": params, "use_muon": True}], lr=1e-3, weight_decay=0.1, foreach=foreach)
+    return package.Muon(
+        [{"params": params, "use_muon": True}], lr=1e-3, weight_decay=0.1, foreach=foreach
+    )
 
 
 def _compiled_torch(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -63,7 +63,11 @@ CASES = (
 
 def shapes(width: int) -> dict[str, tuple[int, int]]:
     """Return the matrices of some GPT blocks: four of attention and two of the MLP in each."""
-    block = {**dict.fromkeys("qkvo", (width, width)), "up": (4 * width, width), "down": (width, 4 * width)}
+    block = {
+        **dict.fromkeys("qkvo", (width, width)),
+        "up": (4 * width, width),
+        "down": (width, 4 * width),
+    }
     return {f"{i}.{name}": shape for i in range(BLOCKS) for name, shape in block.items()}
 
 
@@ -88,7 +92,9 @@ def machine(dtype: torch.dtype, sides: tuple[int, ...], rounds: int, seconds: fl
             calls[name] = lambda given=given, state=state: tx.update(given, state)
             loads[name] = 2 * newton_schulz_cost(shape, dtype=dtype).load
     for number in (FEW, MANY):
-        calls[f"{number} tiny"] = step(tx, weights({str(i): (2 + i % 4, 8) for i in range(number)}), "whole")
+        calls[f"{number} tiny"] = step(
+            tx, weights({str(i): (2 + i % 4, 8) for i in range(number)}), "whole"
+        )
     calls["few by owner"] = step(tx, weights({str(i): (2 + i % 4, 8) for i in range(FEW)}), "owner")
     for nbytes in (SMALL, LARGE):
         calls[f"{nbytes} bytes"] = exchange(nbytes)
@@ -103,7 +109,14 @@ def machine(dtype: torch.dtype, sides: tuple[int, ...], rounds: int, seconds: fl
     latency = max(small, (took["few by owner"] - few * overhead) / 3)
     products = {name: max(took[name] - 2 * overhead, took[name] / 2) for name in loads}
     rates = [
-        (side, math.sqrt(math.prod(loads[name] / products[name] for name in loads if name.split()[0] == str(side))))
+        (
+            side,
+            math.sqrt(
+                math.prod(
+                    loads[name] / products[name] for name in loads if name.split()[0] == str(side)
+                )
+            ),
+        )
         for side in sides
     ]
     return Cluster(tuple(rates), bandwidth, bandwidth, latency=latency, overhead=overhead)
@@ -132,7 +145,9 @@ def step(tx: mfx.Transform, whole: dict[str, Tensor], route: str) -> Call:
     """Return a function that computes one update of a sharded transform by a route."""
     if route == "owner":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        held: dict[str, Any] = {name: distribute_tensor(leaf, mesh, [Shard(0)]) for name, leaf in whole.items()}
+        held: dict[str, Any] = {
+            name: distribute_tensor(leaf, mesh, [Shard(0)]) for name, leaf in whole.items()
+        }
         own = mfx.sharding.sharded(tx, mfx.sharding.from_dtensors(held))
     elif route == "split":
         held = whole
@@ -150,15 +165,25 @@ def predicted(case: Case, machine: Cluster, ranks: int) -> float:
     kinds = tuple(Kind(name, shape, 1, muon=True) for name, shape in shapes(case.width).items())
     model = Model("GPT blocks", "benchmarks/planner.py", kinds)
     setting = Setting(model, Mesh(shard=ranks), "cpu", case.dtype)
-    (row,) = rows(setting, machine, [scheme for scheme in OURS if scheme.name == ROUTES[case.route]])
+    (row,) = rows(
+        setting, machine, [scheme for scheme in OURS if scheme.name == ROUTES[case.route]]
+    )
     return row.step
 
 
-def measure(cases: tuple[Case, ...], sides: tuple[int, ...], rounds: int, seconds: float) -> list[dict[str, Any]]:
+def measure(
+    cases: tuple[Case, ...], sides: tuple[int, ...], rounds: int, seconds: float
+) -> list[dict[str, Any]]:
     """Return the rows; a collective."""
-    machines = {dtype: machine(dtype, sides, rounds, seconds) for dtype in dict.fromkeys(case.dtype for case in cases)}
+    machines = {
+        dtype: machine(dtype, sides, rounds, seconds)
+        for dtype in dict.fromkeys(case.dtype for case in cases)
+    }
     calls = {
-        str(case): step(mfx.orthogonalize(dtype=case.dtype), weights(shapes(case.width)), case.route) for case in cases
+        str(case): step(
+            mfx.orthogonalize(dtype=case.dtype), weights(shapes(case.width)), case.route
+        )
+        for case in cases
     }
     times = world.interleaved(calls, rounds=rounds, seconds=seconds)
     spread = summary(times, str(cases[0]))

@@ -26,7 +26,12 @@ SPECTRUM = "gaussian"
 
 # The colours of muonfx.plot.COLORS, copied because matplotlib is optional. They are readable on light and dark pages.
 GREY, LINE = "#7a7f8c", "#d1495b"
-COLORS = {"muonfx": "#5b6ee1", "torch": "#2a9d8f", "pytorch_optimizer": "#d0702c", "heavyball": "#b45cb0"}
+COLORS = {
+    "muonfx": "#5b6ee1",
+    "torch": "#2a9d8f",
+    "pytorch_optimizer": "#d0702c",
+    "heavyball": "#b45cb0",
+}
 MARKS = {
     "muonfx": "*",
     "muonfx, polar_express_5": "D",
@@ -51,7 +56,9 @@ def pyplot() -> ModuleType | None:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        print("matplotlib is not installed: no plot; to install it: pip install -c constraints.txt -e '.[bench]'")
+        print(
+            "matplotlib is not installed: no plot; to install it: pip install -c constraints.txt -e '.[bench]'"
+        )
         return None
     matplotlib.use("Agg")  # writes files without a display
     # A fixed salt makes files reproducible, and fonttype "none" keeps text as text.
@@ -86,7 +93,9 @@ def draw_parts(path: Path = PARTS_PICTURE) -> Path | None:
     cases = list(dict.fromkeys(row["case"] for row in found["rows"]))
     most = max(sum(row["case"] == case for row in found["rows"]) for case in cases)
     size = (9.6, 0.9 + len(cases) * (0.75 + 0.42 * most))
-    figure, all_axes = plt.subplots(len(cases), 1, figsize=size, squeeze=False, layout="constrained")
+    figure, all_axes = plt.subplots(
+        len(cases), 1, figsize=size, squeeze=False, layout="constrained"
+    )
     for axes, case in zip(all_axes[:, 0], cases, strict=True):
         own = [row for row in found["rows"] if row["case"] == case]
         own.sort(key=lambda row: row["milliseconds"]["median"])
@@ -107,10 +116,14 @@ def draw_training() -> None:
     if (found := load("training_quality")) is None or (plt := pyplot()) is None:
         return
     sizes = list(dict.fromkeys(row["size"] for row in found["rows"]))
-    figure, all_axes = plt.subplots(1, len(sizes), figsize=(9.6, 3.9), squeeze=False, layout="constrained")
+    figure, all_axes = plt.subplots(
+        1, len(sizes), figsize=(9.6, 3.9), squeeze=False, layout="constrained"
+    )
     for axes, size in zip(all_axes[0], sizes, strict=True):
         _losses(axes, curves(found, size), {name: (name, color) for name, color in DRAWN.items()})
-        axes.set_title(f"{size} parameters, 300 steps, 5 seeds", loc="left", fontsize=10, color=GREY)
+        axes.set_title(
+            f"{size} parameters, 300 steps, 5 seeds", loc="left", fontsize=10, color=GREY
+        )
     all_axes[0, 0].set_ylabel("validation loss, nats per byte", color=GREY)
     _write(plt, figure, all_axes[0, 0], TRAINING_PICTURE, columns=3)
 
@@ -121,7 +134,9 @@ def draw_headline() -> None:
     plt = pyplot()
     if results is None or plt is None:
         return
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained", width_ratios=(1, 1.15))
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(9.6, 3.6), layout="constrained", width_ratios=(1, 1.15)
+    )
     mfx.plot.plot_rates(results["rows"], ax=left)
     left.get_legend().remove()
     rates_tried = sorted({row["rate"] for row in results["rows"]})
@@ -129,7 +144,9 @@ def draw_headline() -> None:
     left.minorticks_off()
     left.set_ylabel("validation loss, nats per byte", color=GREY)
     left.set_xlabel("rate of the matrices; of all other parameters: 0.06", color=GREY)
-    left.set_title("GPT, 0.23 M parameters, 200 steps, 3 seeds", loc="left", fontsize=10, color=GREY)
+    left.set_title(
+        "GPT, 0.23 M parameters, 200 steps, 3 seeds", loc="left", fontsize=10, color=GREY
+    )
     _colour(left)
     _one_rate_and_two(right)
     _write(plt, figure, left, HEADLINE_PICTURE, columns=3)
@@ -165,7 +182,13 @@ def _one_rate_and_two(axes: Axes) -> None:
         mean = sum(losses) / len(losses)
         axes.plot([mean], [row], "D", color=color, markersize=7)
         axes.annotate(
-            f"{mean:.2f}", (mean, row), xytext=(0, 8), textcoords="offset points", ha="center", color=GREY, fontsize=9
+            f"{mean:.2f}",
+            (mean, row),
+            xytext=(0, 8),
+            textcoords="offset points",
+            ha="center",
+            color=GREY,
+            fontsize=9,
         )
         names.append(f"{name}\n{pair[0]:g}, {pair[1]:g}")
     axes.set_yticks(range(len(names)), names, fontsize=8.5, color=GREY)
@@ -177,7 +200,9 @@ def _one_rate_and_two(axes: Axes) -> None:
     _colour(axes)
 
 
-def _losses(axes: Axes, by_name: dict[str, dict[float, list[float]]], drawn: dict[str, tuple[str, str]]) -> None:
+def _losses(
+    axes: Axes, by_name: dict[str, dict[float, list[float]]], drawn: dict[str, tuple[str, str]]
+) -> None:
     """Draw the mean loss of each candidate over its rates, and a band from its best to its worst seed."""
     for name, (label, color) in drawn.items():
         if by_rate := by_name.get(name):
@@ -185,7 +210,15 @@ def _losses(axes: Axes, by_name: dict[str, dict[float, list[float]]], drawn: dic
             least, most = [min(seeds) for seeds in losses], [max(seeds) for seeds in losses]
             axes.fill_between(list(by_rate), least, most, color=color, alpha=0.15, lw=0)
             means = [sum(seeds) / len(seeds) for seeds in losses]
-            axes.plot(list(by_rate), means, color=color, marker="o", markersize=4, linewidth=1.6, label=label)
+            axes.plot(
+                list(by_rate),
+                means,
+                color=color,
+                marker="o",
+                markersize=4,
+                linewidth=1.6,
+                label=label,
+            )
     axes.set_xscale("log")
     ticks: list[float] = []
     for rate in sorted({rate for name in drawn for rate in by_name.get(name, {})}):
@@ -204,7 +237,11 @@ def draw_findings(path: Path = FINDINGS_PICTURE) -> Path | None:
         return None
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 2.9), layout="constrained")
     case = list(dict.fromkeys(row["case"] for row in step["rows"]))[-1]
-    shown = [row for row in step["rows"] if row["case"] == case and (row["default"] or row["candidate"] == "muonfx")]
+    shown = [
+        row
+        for row in step["rows"]
+        if row["case"] == case and (row["default"] or row["candidate"] == "muonfx")
+    ]
     shown = [row for row in shown if not row["candidate"].endswith(" again")]
     shown.sort(key=lambda row: row["milliseconds"]["median"])
     known = {"muonfx": "muonfx, as torch's", "mfx.Muon": "muonfx, default"}
@@ -214,7 +251,9 @@ def draw_findings(path: Path = FINDINGS_PICTURE) -> Path | None:
     rows = [row for row in sharded["rows"] if row["case"] == "FSDP2" and row["candidate"] in short]
     rows.sort(key=lambda row: (row["processes"], row["candidate"] != "muonfx"))
     _bar_chart(
-        right, "A step under FSDP2", [(f"{short[row['candidate']]}, {row['processes']} ranks", row) for row in rows]
+        right,
+        "A step under FSDP2",
+        [(f"{short[row['candidate']]}, {row['processes']} ranks", row) for row in rows],
     )
     _save(plt, figure, path)
     return path
@@ -224,15 +263,29 @@ def _bar_chart(axes: Axes, title: str, rows: Sequence[tuple[str, dict[str, Any]]
     """Draw a bar for each candidate, ours coloured, with a line from the 10th to the 90th percentile."""
     for place, (name, row) in enumerate(rows):
         spent, ours = row["milliseconds"], name.startswith("muonfx")
-        axes.barh(place, spent["median"], 0.64, color=COLORS["muonfx"] if ours else GREY, alpha=1.0 if ours else 0.45)
+        axes.barh(
+            place,
+            spent["median"],
+            0.64,
+            color=COLORS["muonfx"] if ours else GREY,
+            alpha=1.0 if ours else 0.45,
+        )
         axes.plot([spent["p10"], spent["p90"]], [place, place], color=GREY, linewidth=1.4)
         text = f"{spent['median']:.0f} ms"
         axes.annotate(
-            text, (spent["p90"], place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=9, color=GREY
+            text,
+            (spent["p90"], place),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=GREY,
         )
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=9.5, color=GREY)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max(row["milliseconds"]["p90"] for _, row in rows))  # space for the labels
+    axes.set_xlim(
+        0, 1.3 * max(row["milliseconds"]["p90"] for _, row in rows)
+    )  # space for the labels
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=GREY)
     axes.set_xlabel("milliseconds", color=GREY)
     axes.tick_params(axis="x", colors=GREY, length=3)
@@ -252,7 +305,13 @@ def segments(row: dict[str, Any]) -> list[float]:
     parts, limit = row["parts"], row["roofline"]
     products = min(parts["products"], limit["products at peak"])
     passes = min(parts["passes"], limit["least passes"])
-    return [products, parts["products"] - products, passes, parts["passes"] - passes, max(0.0, parts["python"])]
+    return [
+        products,
+        parts["products"] - products,
+        passes,
+        parts["passes"] - passes,
+        max(0.0, parts["python"]),
+    ]
 
 
 def _bars(axes: Axes, case: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -266,16 +325,30 @@ def _bars(axes: Axes, case: str, rows: Sequence[dict[str, Any]]) -> None:
         median, over = row["milliseconds"]["median"], row["roofline"]["step over least"]
         about = f"{median:.{0 if median >= 100 else 1}f} ms, {over:.1f} × minimum, {row['ratio']['median']:.2f} × torch"
         axes.annotate(
-            about, (left, place), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8.5, color=GREY
+            about,
+            (left, place),
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8.5,
+            color=GREY,
         )
     least = rows[0]["roofline"]["least products"] + rows[0]["roofline"]["least passes"]
-    axes.axvline(least, color=LINE, linewidth=1.6, linestyle=(0, (4, 2)), label="roofline: minimum time of a step")
+    axes.axvline(
+        least,
+        color=LINE,
+        linewidth=1.6,
+        linestyle=(0, (4, 2)),
+        label="roofline: minimum time of a step",
+    )
     names = [row["candidate"] for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=9.5)
     for tick, name in zip(axes.get_yticklabels(), names, strict=True):
         tick.set_fontweight("bold" if name.startswith("muonfx") else "normal")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.42 * max(sum(segments(row)) for row in rows))  # space for the labels of the bars
+    axes.set_xlim(
+        0, 1.42 * max(sum(segments(row)) for row in rows)
+    )  # space for the labels of the bars
     axes.set_title(case.replace("^2", "²").replace("x", "×"), loc="left", fontsize=10.5, color=GREY)
     axes.tick_params(axis="x", colors=GREY, length=3)
     axes.tick_params(axis="y", colors=GREY, length=0)

@@ -21,7 +21,14 @@ from muonfx import polar
 
 Shape = tuple[int, ...]
 
-SHAPES: tuple[Shape, ...] = ((512, 512), (512, 2048), (1024, 1024), (1024, 4096), (4, 512, 512), (64, 128, 128))
+SHAPES: tuple[Shape, ...] = (
+    (512, 512),
+    (512, 2048),
+    (1024, 1024),
+    (1024, 4096),
+    (4, 512, 512),
+    (64, 128, 128),
+)
 BASELINE = "torch.optim.Muon"
 _SETTINGS = [
     (dtype, method, products)
@@ -41,7 +48,9 @@ def ours(shape: Shape) -> Iterator[Function]:
         if products == "blocks" and short <= 128:
             continue  # smaller than a block
         name = f"muonfx, {method}, {products}, {str(dtype).removeprefix('torch.')}"
-        call = partial(polar.orthogonalize, coefficients=COMMON, dtype=dtype, method=method, products=products)
+        call = partial(
+            polar.orthogonalize, coefficients=COMMON, dtype=dtype, method=method, products=products
+        )
         yield Function(name, call, COMMON, False, "muonfx")
 
 
@@ -52,7 +61,12 @@ def candidates(shape: Shape, compiled: bool) -> list[Function]:
 
 def about(one: Function, shape: Shape) -> dict[str, Any]:
     """Return the part of a row that describes its candidate."""
-    row = {"shape": list(shape), "candidate": one.name, "coefficients": one.coefficients, "default": one.default}
+    row = {
+        "shape": list(shape),
+        "candidate": one.name,
+        "coefficients": one.coefficients,
+        "default": one.default,
+    }
     row["package"] = versioned(one.package)
     if one.package == "muonfx":
         settings = getattr(one.call, "keywords", {})
@@ -62,7 +76,11 @@ def about(one: Function, shape: Shape) -> dict[str, Any]:
 
 
 def speed(
-    rounds: int, shapes: Sequence[Shape] = SHAPES, *, compiled: bool = True, seconds: float = math.inf
+    rounds: int,
+    shapes: Sequence[Shape] = SHAPES,
+    *,
+    compiled: bool = True,
+    seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
     """Return the milliseconds of each candidate at each shape, and the ratio to torch's, which is timed twice.
 
@@ -85,10 +103,17 @@ def quality(shapes: Sequence[Shape] = SHAPES, *, compiled: bool = True) -> list[
     rows: list[dict[str, Any]] = []
     for shape in shapes:
         for spectrum in SPECTRA:
-            x = torch.stack([matrix(spectrum, shape[-2:], seed) for seed in range(shape[0] if len(shape) > 2 else 1)])
+            x = torch.stack(
+                [
+                    matrix(spectrum, shape[-2:], seed)
+                    for seed in range(shape[0] if len(shape) > 2 else 1)
+                ]
+            )
             x = x if len(shape) > 2 else x[0]
             first = x[0] if x.ndim > 2 else x
-            exact = cache(partial(plain, first, torch.float64))  # one result per name of coefficients
+            exact = cache(
+                partial(plain, first, torch.float64)
+            )  # one result per name of coefficients
             for one in candidates(shape, compiled):
                 found = one.call(x)
                 found = found[0] if x.ndim > 2 else found
@@ -101,7 +126,9 @@ def quality(shapes: Sequence[Shape] = SHAPES, *, compiled: bool = True) -> list[
 
 MiB = 1 << 20
 LISTS: dict[str, list[Shape]] = {
-    "4 x 512^2, 2 x 2048x512, 2 x 512x2048": [(512, 512)] * 4 + [(2048, 512)] * 2 + [(512, 2048)] * 2,
+    "4 x 512^2, 2 x 2048x512, 2 x 512x2048": [(512, 512)] * 4
+    + [(2048, 512)] * 2
+    + [(512, 2048)] * 2,
     "8 x 1024^2": [(1024, 1024)] * 8,
     "16 x 256^2, as one stack": [(16, 256, 256)],
     "300 x 64x64": [(64, 64)] * 300,
@@ -123,12 +150,15 @@ def peak_bytes(
         **settings: other arguments of `orthogonalize_many`.
     """
     with PeakBytes() as peak:
-        found = polar.orthogonalize_many(xs, max_scratch_bytes=limit, donate=where == "donate", dtype=dtype, **settings)
+        found = polar.orthogonalize_many(
+            xs, max_scratch_bytes=limit, donate=where == "donate", dtype=dtype, **settings
+        )
     return peak.most, sum(y.numel() * y.itemsize for y in found) if where == "new" else 0
 
 
 def scratch(
-    lists: Mapping[str, Sequence[Shape]] = LISTS, dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
+    lists: Mapping[str, Sequence[Shape]] = LISTS,
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
 ) -> list[dict[str, Any]]:
     """Return the scratch bytes for lists of float32 matrices, by limit, dtype of products and memory of results."""
     rows: list[dict[str, Any]] = []
@@ -136,9 +166,17 @@ def scratch(
         for dtype in dtypes:
             one = max(polar.explain(shape[-2:], dtype=dtype).scratch_bytes for shape in shapes)
             for where in ("new", "donate"):
-                row: dict[str, Any] = {"list": name, "dtype": str(dtype), "results": where, "one matrix": one}
+                row: dict[str, Any] = {
+                    "list": name,
+                    "dtype": str(dtype),
+                    "results": where,
+                    "one matrix": one,
+                }
                 for limit in LIMITS:
-                    xs = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in shapes]
+                    xs = [
+                        torch.randn(shape, generator=torch.Generator().manual_seed(0))
+                        for shape in shapes
+                    ]
                     peak, results = peak_bytes(xs, limit, where, dtype)
                     row[str(limit)] = peak - results
                 rows.append(row)

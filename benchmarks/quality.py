@@ -37,7 +37,9 @@ def matrix(spectrum: str, shape: tuple[int, int], seed: int = 0) -> torch.Tensor
     if spectrum == "gaussian":
         return torch.randn(shape, generator=generator)
     rank = min(shape)
-    left, right = (torch.linalg.qr(torch.randn(side, rank, generator=generator).double())[0] for side in shape)
+    left, right = (
+        torch.linalg.qr(torch.randn(side, rank, generator=generator).double())[0] for side in shape
+    )
     values = torch.logspace(0, -4, rank, dtype=torch.float64)
     return ((left * values) @ right.mT).float()
 

@@ -45,7 +45,9 @@ import muonfx as mfx
 from benchmarks.digits import Digits, ViT
 from benchmarks.measure import RESULTS, machine
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the examples are scripts, not a package
+sys.path.insert(
+    0, str(Path(__file__).parents[1] / "examples")
+)  # the examples are scripts, not a package
 
 from gpt import GPT
 from text import Corpus, is_validation, read_corpus
@@ -105,7 +107,12 @@ class Setting:
         return f"{self.task}, {self.size}"
 
 
-SETTINGS = (Setting(SCRATCH, SMALL), Setting(FINETUNE, SMALL), Setting(FINETUNE, LARGE), Setting(SCRATCH, LARGE))
+SETTINGS = (
+    Setting(SCRATCH, SMALL),
+    Setting(FINETUNE, SMALL),
+    Setting(FINETUNE, LARGE),
+    Setting(SCRATCH, LARGE),
+)
 """The settings that the rule is chosen from."""
 
 CHECK = Setting(SCRATCH, VIT)
@@ -126,7 +133,9 @@ def prose() -> Corpus:
         texts[is_validation(name)] += topics[name].encode()
         names[is_validation(name)].append(name)
     digest = hashlib.sha256(texts[False] + b"\0" + texts[True]).hexdigest()[:16]
-    train, validation = (torch.frombuffer(texts[split], dtype=torch.uint8) for split in (False, True))
+    train, validation = (
+        torch.frombuffer(texts[split], dtype=torch.uint8) for split in (False, True)
+    )
     return Corpus(train, validation, names[False], names[True], digest)
 
 
@@ -183,12 +192,16 @@ def pretrain(size: str, path: Path) -> None:
     torch.save(model.state_dict(), path)
 
 
-def make_optimizer(contender: str, model: nn.Module, matrix_rate: float, rest_rate: float) -> torch.optim.Optimizer:
+def make_optimizer(
+    contender: str, model: nn.Module, matrix_rate: float, rest_rate: float
+) -> torch.optim.Optimizer:
     """Return the optimizer of a contender. AdamW with one rate has twice the same rate."""
     if contender == MUON:
         # Products in fp32, so that the result does not depend on the products that a machine is fast at.
         polar = mfx.orthogonalize(dtype=torch.float32)
-        return mfx.Muon(model, lr=matrix_rate, adamw_lr=rest_rate, weight_decay=0.1, orthogonalize=polar)
+        return mfx.Muon(
+            model, lr=matrix_rate, adamw_lr=rest_rate, weight_decay=0.1, orthogonalize=polar
+        )
     labels = mfx.default_labels(model)
     matrices = [param for name, param in model.named_parameters() if labels[name] == "muon"]
     rest = [param for name, param in model.named_parameters() if labels[name] != "muon"]
@@ -207,7 +220,9 @@ def rate_factor(step: int, steps: int) -> float:
     return min(1.0, warmup, decay)
 
 
-def fit(size: str, optimizer: torch.optim.Optimizer, data: Corpus | Digits, steps: int, seed: int) -> None:
+def fit(
+    size: str, optimizer: torch.optim.Optimizer, data: Corpus | Digits, steps: int, seed: int
+) -> None:
     """Train the model of this size in place."""
     model, loss_of = model_and_loss(size)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, steps))
@@ -230,7 +245,9 @@ def validation_loss(model: nn.Module, data: Corpus | Digits) -> float:
     return fmean(losses)
 
 
-def train(setting: Setting, contender: str, matrix_rate: float, rest_rate: float, seed: int) -> float:
+def train(
+    setting: Setting, contender: str, matrix_rate: float, rest_rate: float, seed: int
+) -> float:
     """Train one model and return its validation loss."""
     torch.manual_seed(seed)
     model, _ = model_and_loss(setting.size)
@@ -269,7 +286,9 @@ class Study:
     To read the results only, give ``check_texts=False``: the texts are then not compared with those of this machine.
     """
 
-    def __init__(self, path: Path = PATH, deadline: float = float("inf"), *, check_texts: bool = True) -> None:
+    def __init__(
+        self, path: Path = PATH, deadline: float = float("inf"), *, check_texts: bool = True
+    ) -> None:
         self.path, self.deadline = path, deadline
         self.texts: dict[str, str] = {}
         if check_texts:
@@ -296,7 +315,9 @@ class Study:
             self.rows = results["rows"]
             self.adamw_rates = results["adamw_rates"]
 
-    def add(self, row: dict[str, Any] | None = None, adamw_rates: dict[str, float] | None = None) -> None:
+    def add(
+        self, row: dict[str, Any] | None = None, adamw_rates: dict[str, float] | None = None
+    ) -> None:
         """Add a result to the file; the previous file stays intact if this fails."""
         WEIGHTS.mkdir(parents=True, exist_ok=True)
         with (WEIGHTS / "results.lock").open("w") as lock:
@@ -305,15 +326,28 @@ class Study:
             if row is not None:
                 self.rows.append(row)
             self.adamw_rates.update(adamw_rates or {})
-            results = {"machine": machine(), "texts": self.texts, "adamw_rates": self.adamw_rates, "rows": self.rows}
+            results = {
+                "machine": machine(),
+                "texts": self.texts,
+                "adamw_rates": self.adamw_rates,
+                "rows": self.rows,
+            }
             temporary = self.path.with_suffix(".tmp")
             temporary.write_text(json.dumps(results, indent=1) + "\n")
             temporary.replace(self.path)
 
-    def loss(self, setting: Setting, contender: str, matrix_rate: float, rest_rate: float, seed: int = 0) -> float:
+    def loss(
+        self, setting: Setting, contender: str, matrix_rate: float, rest_rate: float, seed: int = 0
+    ) -> float:
         """Return the loss of a run, which is trained if it is missing."""
         lr, rest_lr = rates_of((matrix_rate, rest_rate), 1.0)
-        run = {"setting": str(setting), "contender": contender, "lr": lr, "rest_lr": rest_lr, "seed": seed}
+        run = {
+            "setting": str(setting),
+            "contender": contender,
+            "lr": lr,
+            "rest_lr": rest_lr,
+            "seed": seed,
+        }
         for row in self.rows:
             if row.items() >= run.items():
                 return float(row["loss"])
@@ -447,7 +481,9 @@ def ranked(study: Study, settings: Iterable[Setting], seeds: tuple[int, ...]) ->
     return dict(sorted(largest.items(), key=lambda item: item[1]))
 
 
-def order_to_try(study: Study, settings: Iterable[Setting], first: Pair, count: int = 3) -> list[tuple[Pair, float]]:
+def order_to_try(
+    study: Study, settings: Iterable[Setting], first: Pair, count: int = 3
+) -> list[tuple[Pair, float]]:
     """Return pairs to try one after the other, and the largest regret of the best of those tried, with one seed."""
     by_setting = [regrets(study, setting, (0,)) for setting in settings]
     candidates = [pair for pair in PAIRS if all(pair in regret for regret in by_setting)]
@@ -481,7 +517,9 @@ def chosen_rules(study: Study) -> dict[str, Pair]:
 
 def groups_of_settings() -> dict[str, tuple[Setting, ...]]:
     """Return the settings of each rule: from scratch, fine-tuning, and all."""
-    groups = {task: tuple(setting for setting in SETTINGS if setting.task == task) for task in STEPS}
+    groups = {
+        task: tuple(setting for setting in SETTINGS if setting.task == task) for task in STEPS
+    }
     return groups | {"all": SETTINGS}
 
 
@@ -507,11 +545,19 @@ def repeat(study: Study, setting: Setting, rates: Iterable[tuple[str, float, flo
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the missing runs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=1e9, help="start no run after this time")
-    parser.add_argument("--near", type=int, default=1, help="pairs to repeat with three seeds, for each rule")
-    parser.add_argument("--only", default="", help="a word of the settings to run; several processes may share them")
-    parser.add_argument("--part", choices=("search", "confirm", "two-rates"), help="run only this part")
+    parser.add_argument(
+        "--near", type=int, default=1, help="pairs to repeat with three seeds, for each rule"
+    )
+    parser.add_argument(
+        "--only", default="", help="a word of the settings to run; several processes may share them"
+    )
+    parser.add_argument(
+        "--part", choices=("search", "confirm", "two-rates"), help="run only this part"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     study = Study(deadline=time.monotonic() + 60 * options.minutes)

@@ -62,7 +62,9 @@ def machine_line(found: dict[str, Any], threads: str = "") -> str:
         bf16 = f" ({', '.join(machine['bf16'])})" if machine["bf16"] else ""
         where = f"{machine['cpu']}{bf16}, {threads}"
     packages = {row["package"] for row in found["rows"] if "package" in row}
-    peers = [package for package in sorted(packages) if package.split()[0] not in ("torch", "muonfx")]
+    peers = [
+        package for package in sorted(packages) if package.split()[0] not in ("torch", "muonfx")
+    ]
     libraries = ", ".join([f"torch {machine['torch']}", *peers, f"Python {machine['python']}"])
     return f"{where}; {libraries}, load average at the end {machine['load']:.1f}."
 
@@ -114,10 +116,19 @@ def _adapter_times() -> str:
     lines: list[list[str]] = []
     for row in speed["rows"]:
         ours = row["muonfx"]
-        milliseconds = [_milliseconds(row["torch"]["milliseconds"]), _milliseconds(ours["milliseconds"])]
+        milliseconds = [
+            _milliseconds(row["torch"]["milliseconds"]),
+            _milliseconds(ours["milliseconds"]),
+        ]
         ratios = [_ratio(ours["ratio"]), _ratio(row["torch again"]["ratio"])]
         lines.append([f"{row['optimizer']}: {row['case']}", *milliseconds, *ratios])
-    head = ["one optimizer step, fp32", "torch, ms", "muonfx, ms", "muonfx / torch", "torch / torch"]
+    head = [
+        "one optimizer step, fp32",
+        "torch, ms",
+        "muonfx, ms",
+        "muonfx / torch",
+        "torch / torch",
+    ]
     return _fold("Time of a step", f"{table(head, lines)}\n\n{machine_line(speed)}")
 
 
@@ -145,13 +156,24 @@ def checkpoint() -> str:
     return "\n".join(filter(None, [_checkpoint_times(), _first_load(), _checkpoint_memory()]))
 
 
-CHECKPOINT_HEAD = ["safetensors, ms", "muonfx, ms", "throughput, muonfx / safetensors", "again / safetensors"]
+CHECKPOINT_HEAD = [
+    "safetensors, ms",
+    "muonfx, ms",
+    "throughput, muonfx / safetensors",
+    "again / safetensors",
+]
 
 
 def _beside_safetensors(row: dict[str, Any]) -> list[str]:
     """Return the cells under `CHECKPOINT_HEAD` of one row."""
-    milliseconds = [f"{row[who]['milliseconds']['median']:.0f}" for who in ("safetensors", "muonfx")]
-    return [*milliseconds, _throughput(row["muonfx"]["ratio"]), _throughput(row["safetensors again"]["ratio"])]
+    milliseconds = [
+        f"{row[who]['milliseconds']['median']:.0f}" for who in ("safetensors", "muonfx")
+    ]
+    return [
+        *milliseconds,
+        _throughput(row["muonfx"]["ratio"]),
+        _throughput(row["safetensors again"]["ratio"]),
+    ]
 
 
 def _checkpoint_times() -> str:
@@ -177,7 +199,11 @@ def _first_load() -> str:
         title = f"{_bytes(row['bytes'])} in {row['leaves']} leaves"
         by_processor = _throughput(row["processor"]["muonfx"]["ratio"])
         lines.append([title, *_beside_safetensors(row), by_processor])
-    head = ["a load in a fresh process", *CHECKPOINT_HEAD, "by processor time, muonfx / safetensors"]
+    head = [
+        "a load in a fresh process",
+        *CHECKPOINT_HEAD,
+        "by processor time, muonfx / safetensors",
+    ]
     return _fold("The first load of a process", f"{table(head, lines)}\n\n{machine_line(fresh)}")
 
 
@@ -193,7 +219,9 @@ def _checkpoint_memory() -> str:
     return _fold("Memory of a checkpoint", f"{table(head, lines)}\n\n{machine_line(memory)}")
 
 
-def judged(found: dict[str, Any] | None, case: str, key: Callable[[dict[str, Any]], str]) -> dict[str, Quality]:
+def judged(
+    found: dict[str, Any] | None, case: str, key: Callable[[dict[str, Any]], str]
+) -> dict[str, Quality]:
     """Return the quality of every candidate in one case, from the rows of a result."""
     qualities: dict[str, Quality] = {}
     for row in found["rows"] if found else ():
@@ -208,10 +236,14 @@ def faster_and_worse(row: dict[str, Any], quality: dict[str, Quality]) -> bool:
     baseline = quality.get(BASELINE)
     if candidate is None or baseline is None or row["ratio"]["median"] >= 1:
         return False
-    return any(candidate[spectrum]["error"] > WORSE * baseline[spectrum]["error"] for spectrum in SPECTRA)
+    return any(
+        candidate[spectrum]["error"] > WORSE * baseline[spectrum]["error"] for spectrum in SPECTRA
+    )
 
 
-def _quality_tables(speed: str, quality: str, heading: str, key: Callable[[dict[str, Any]], str]) -> str:
+def _quality_tables(
+    speed: str, quality: str, heading: str, key: Callable[[dict[str, Any]], str]
+) -> str:
     """Return a table for each case with times, ratios, errors and singular values, the fastest candidate first."""
     times, qualities = load(speed), load(quality)
     if times is None:
@@ -235,7 +267,11 @@ def _quality_line(row: dict[str, Any], quality_of: dict[str, Quality]) -> list[s
     """Return the cells of one candidate: its name and marks, coefficients, time, ratio, errors and singular values."""
     star = " \\*" if row["default"] else ""
     mark = " †" if faster_and_worse(row, quality_of) else ""
-    line = [f"{row['candidate']}{star}{mark}", row["coefficients"], _milliseconds(row["milliseconds"])]
+    line = [
+        f"{row['candidate']}{star}{mark}",
+        row["coefficients"],
+        _milliseconds(row["milliseconds"]),
+    ]
     line.append(_ratio(row["ratio"]))
     errors: list[str] = []
     singular_values: list[str] = []
@@ -253,7 +289,9 @@ def _quality_line(row: dict[str, Any], quality_of: dict[str, Quality]) -> list[s
 
 def polar() -> str:
     """Return the tables of orthogonalization, one for each shape."""
-    return _quality_tables("polar_speed", "polar_quality", "orthogonalize", lambda row: shape_name(row["shape"]))
+    return _quality_tables(
+        "polar_speed", "polar_quality", "orthogonalize", lambda row: shape_name(row["shape"])
+    )
 
 
 def step() -> str:
@@ -268,7 +306,13 @@ def scratch() -> str:
         return ""
     limits = [name for name in found["rows"][0] if name.isdigit()]
     names = ["1 byte" if limit == "1" else f"{int(limit) >> 20} MiB" for limit in limits]
-    head = ["matrices", "products", "results", "one matrix needs", *(f"limit {name}" for name in names)]
+    head = [
+        "matrices",
+        "products",
+        "results",
+        "one matrix needs",
+        *(f"limit {name}" for name in names),
+    ]
     rows: list[list[str]] = []
     for row in found["rows"]:
         dtype = row["dtype"].removeprefix("torch.")
@@ -291,13 +335,17 @@ def sharding() -> str:
         rows_of.setdefault((row["case"], row["processes"]), []).append(row)
     cases = list(dict.fromkeys(case for case, _ in rows_of))
     sections: list[str] = []
-    for case, processes in sorted(rows_of, key=lambda key: cases.index(key[0])):  # all processes of a case together
+    for case, processes in sorted(
+        rows_of, key=lambda key: cases.index(key[0])
+    ):  # all processes of a case together
         what = "the optimizer step" if case == "FSDP2" else "an iteration"
         lines = [_sharding_line(row) for row in rows_of[case, processes]]
         head = ["", "ms", "time / first row", "sent per rank", "matrices orthogonalized", "error"]
         sections.append(_fold(f"{case}, {processes} processes: {what}", table(head, lines)))
     cores = found["machine"]["cores"]
-    return "\n".join([*sections, f"{machine_line(found, f'{cores} cores, a thread for each process')}\n"])
+    return "\n".join(
+        [*sections, f"{machine_line(found, f'{cores} cores, a thread for each process')}\n"]
+    )
 
 
 def _sharding_line(row: dict[str, Any]) -> list[str]:
@@ -326,8 +374,16 @@ def sharding_timeline() -> str:
         times = [f"{row['phases'][phase]:.1f}" for phase in phases]
         collectives = " + ".join(map(str, row["collectives"].values()))
         lines.append([title, f"{row['milliseconds']:.0f}", *times, collectives])
-    head = ["case, processes: candidate", "an iteration, ms", *phases, "collectives: agreement + out + back"]
-    return _fold("An iteration by phase", f"{table(head, lines)}\n\n{machine_line(found, 'a thread for each process')}")
+    head = [
+        "case, processes: candidate",
+        "an iteration, ms",
+        *phases,
+        "collectives: agreement + out + back",
+    ]
+    return _fold(
+        "An iteration by phase",
+        f"{table(head, lines)}\n\n{machine_line(found, 'a thread for each process')}",
+    )
 
 
 def engines() -> str:
@@ -357,10 +413,13 @@ def planner() -> str:
     lines: list[list[str]] = []
     for row in found["rows"]:
         ratio = f"{row['predicted over measured']:.2f}"
-        lines.append([row["case"], f"{row['predicted']:.1f}", _milliseconds(row["milliseconds"]), ratio])
+        lines.append(
+            [row["case"], f"{row['predicted']:.1f}", _milliseconds(row["milliseconds"]), ratio]
+        )
     head = ["a step of two processes", "predicted, ms", "measured, ms", "predicted / measured"]
     return _fold(
-        "Predicted and measured", f"{table(head, lines)}\n\n{machine_line(found, 'two processes, a thread for each')}"
+        "Predicted and measured",
+        f"{table(head, lines)}\n\n{machine_line(found, 'two processes, a thread for each')}",
     )
 
 
@@ -382,7 +441,10 @@ def _overhead_alone(found: dict[str, Any]) -> str:
         aims = " / ".join([f"{aim:g}" for aim in AIMS.get(candidate, ())])
         lines.append([candidate, *[_milliseconds(row["milliseconds"]) for row in rows], aims])
     head = ["ms of processor time", *[f"{count:,} leaves" for count in COUNTS], "aims"]
-    return _fold("Leaves of 8 x 8, one process", f"{table(head, lines)}\n\n{machine_line(found, 'one thread')}")
+    return _fold(
+        "Leaves of 8 x 8, one process",
+        f"{table(head, lines)}\n\n{machine_line(found, 'one thread')}",
+    )
 
 
 def _overhead_on_ranks(found: dict[str, Any]) -> str:
@@ -391,7 +453,9 @@ def _overhead_on_ranks(found: dict[str, Any]) -> str:
     for row in found["rows"]:
         if "beyond" in row:
             layout = f"{row['case']}, {row['processes']}"
-            lines.append([layout, row["candidate"], f"{row['milliseconds']:.1f}", f"{row['beyond']:.1f}"])
+            lines.append(
+                [layout, row["candidate"], f"{row['milliseconds']:.1f}", f"{row['beyond']:.1f}"]
+            )
     head = ["layout, processes", "candidate", "ms", "without Newton-Schulz and collectives, ms"]
     machine = machine_line(found, "a thread for each process")
     return _fold("299 leaves of width 32, on ranks", f"{table(head, lines)}\n\n{machine}")
@@ -412,7 +476,9 @@ def parts() -> str:
         least = f"Least: products {limit['least products']:.2f} ms, passes {limit['least passes']:.2f} ms."
         sections += [f"### {case}\n", table(head, lines), f"\n{least}\n"]
     peaks = found["rows"][0]["peaks"]
-    rates = ", ".join([f"{dtype} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in peaks["flops"].items()])
+    rates = ", ".join(
+        [f"{dtype} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in peaks["flops"].items()]
+    )
     sections.append(f"Peaks: {rates}; a copy {peaks['bytes'] / 1e9:.1f} GB/s.\n")
     return "\n".join([*sections, f"{machine_line(found)}\n"])
 
@@ -444,7 +510,9 @@ def curves(found: dict[str, Any], size: str) -> Curves:
         losses_of.setdefault(row["candidate"], {}).setdefault(row["rate"], []).append(row["loss"])
     complete: Curves = {}
     for candidate, losses_at in losses_of.items():
-        complete[candidate] = {rate: losses for rate, losses in losses_at.items() if len(losses) == len(seeds)}
+        complete[candidate] = {
+            rate: losses for rate, losses in losses_at.items() if len(losses) == len(seeds)
+        }
     return {candidate: losses_at for candidate, losses_at in complete.items() if losses_at}
 
 
@@ -462,13 +530,18 @@ def training() -> str:
 
 def _training_table(rows: list[dict[str, Any]], losses_of: Curves) -> str:
     """Return the table of one model size, the candidate with the least mean loss first."""
-    best_rate = {name: min(losses_at, key=lambda rate: fmean(losses_at[rate])) for name, losses_at in losses_of.items()}
+    best_rate = {
+        name: min(losses_at, key=lambda rate: fmean(losses_at[rate]))
+        for name, losses_at in losses_of.items()
+    }
     best_losses = {name: losses_of[name][rate] for name, rate in best_rate.items()}
     default_rate = best_rate["polar_express_5"]
     lines: list[list[str]] = []
     for name in sorted(best_losses, key=lambda name: fmean(best_losses[name])):
         rates = ", ".join([f"{rate:g}" for rate in sorted(losses_of[name])])
-        difference = "" if name == BASELINE else _mean_difference(best_losses[name], best_losses[BASELINE])
+        difference = (
+            "" if name == BASELINE else _mean_difference(best_losses[name], best_losses[BASELINE])
+        )
         at_default = ""
         if default_rate in losses_of[name]:
             at_default = f"{fmean(losses_of[name][default_rate]):.4f}"
@@ -535,8 +608,12 @@ def _alone() -> str:
     ratio_of = {(row["candidate"], row["case"]): row["ratio"] for row in found["rows"]}
     ours: list[str] = []
     for case in cases:
-        ours.append(f"{_ratio(ratio_of['muonfx', case])} for {case.replace('^2', '²').replace('x', '×')}")
-    names = [row["candidate"] for row in found["rows"] if row["default"] and row["candidate"] != BASELINE]
+        ours.append(
+            f"{_ratio(ratio_of['muonfx', case])} for {case.replace('^2', '²').replace('x', '×')}"
+        )
+    names = [
+        row["candidate"] for row in found["rows"] if row["default"] and row["candidate"] != BASELINE
+    ]
     peers: list[str] = []
     for name in dict.fromkeys(names):
         if not name.startswith("mfx."):
@@ -561,7 +638,9 @@ def _slower() -> str:
         ratio = row["ratio"]["median"]
         if row["candidate"] == "muonfx" and ratio > 1.1:
             shape = shape_name(row["shape"])
-            slower.append(f"orthogonalizing {shape} takes {ratio:.2f} times as long as PyTorch's function")
+            slower.append(
+                f"orthogonalizing {shape} takes {ratio:.2f} times as long as PyTorch's function"
+            )
     for row in checkpoints["rows"]:
         throughput = 1 / row["muonfx"]["ratio"]["median"]
         if throughput < 0.9:
@@ -618,7 +697,10 @@ def gpu() -> str:
         sections.append(f"## {part}\n")
         sections += [f"Failed: {row['failed']}\n" for row in rows if "failed" in row]
         stopped = [row["stopped after minutes"] for row in rows if "stopped after minutes" in row]
-        sections += [f"Stopped after {minutes:g} minutes; later cases were not measured.\n" for minutes in stopped]
+        sections += [
+            f"Stopped after {minutes:g} minutes; later cases were not measured.\n"
+            for minutes in stopped
+        ]
         if timed := [row for row in rows if "milliseconds" in row]:
             sections.append(_gpu_times(timed))
     return "\n".join(sections)
@@ -654,7 +736,15 @@ def operations() -> str:
         key=lambda row: list(MODELS).index(row["model"])
     )  # stable: the compiled steps of a model follow its others
     lines = list(map(_line_of_operations, rows))
-    head = ["one step", "operations", "TFLOP", "GB of products", "GB of other operations", "least GB", "ms, estimated"]
+    head = [
+        "one step",
+        "operations",
+        "TFLOP",
+        "GB of products",
+        "GB of other operations",
+        "least GB",
+        "ms, estimated",
+    ]
     machine = counted["machine"]
     versions = f"torch {machine['torch']}, Python {machine['python']}."
     return f"{table(head, lines)}\n\n{_bytes_of_transforms(counted['rows'])}\n\n{versions}\n"
@@ -683,12 +773,18 @@ def _bytes_of_transforms(rows: list[dict[str, Any]]) -> str:
         gigabytes = [row["bytes of transforms"].get(name, 0.0) / 1e9 for row in counted_rows]
         if max(gigabytes) >= 0.05:
             lines.append([f"`{name}`", *(f"{number:.1f}" for number in gigabytes)])
-    return table(["GB outside products, by transform", *(row["model"] for row in counted_rows)], lines)
+    return table(
+        ["GB outside products, by transform", *(row["model"] for row in counted_rows)], lines
+    )
 
 
 GPU_SECTIONS: dict[str, Callable[[], str]] = {"gpu": gpu}
 OPERATIONS_SECTIONS: dict[str, Callable[[], str]] = {"operations": operations}
-FINDINGS_SECTIONS: dict[str, Callable[[], str]] = {"findings": findings, "saved": saved, "zero": zero}
+FINDINGS_SECTIONS: dict[str, Callable[[], str]] = {
+    "findings": findings,
+    "saved": saved,
+    "zero": zero,
+}
 SECTIONS: dict[str, Callable[[], str]] = {
     "adapter": adapter,
     "checkpoint": checkpoint,
@@ -716,7 +812,9 @@ def rewrite(page: Path = TABLES_PAGE, sections: dict[str, Callable[[], str]] = S
     for name, make in sections.items():
         begin = BEGIN.format(name)
         if begin not in text:
-            raise ValueError(f"{page.name}: found no line {begin!r}, expected one for each of {', '.join(sections)}")
+            raise ValueError(
+                f"{page.name}: found no line {begin!r}, expected one for each of {', '.join(sections)}"
+            )
         pattern = re.escape(begin) + ".*?" + re.escape(END)
         made = f"{begin}\n\n{make()}\n{END}"
         text = re.sub(pattern, lambda _, made=made: made, text, count=1, flags=re.DOTALL)

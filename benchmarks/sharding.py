@@ -63,12 +63,17 @@ class Block(nn.Module):
         super().__init__()
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.up, self.down = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map activations `(batch, tokens, width)` to the same shape."""
         y = self.before_attention(x)
-        x = x + self.o(F.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y), is_causal=True))
+        x = x + self.o(
+            F.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y), is_causal=True)
+        )
         return x + self.down(F.relu(self.up(self.before_mlp(x))))
 
 
@@ -96,7 +101,9 @@ def make(size: Size) -> GPT:
 
 def tokens(size: Size, rank: int) -> Tensor:
     """Return the micro-batch of a rank, the same in every iteration."""
-    return torch.randint(size.vocabulary, (1, size.tokens), generator=torch.Generator().manual_seed(rank))
+    return torch.randint(
+        size.vocabulary, (1, size.tokens), generator=torch.Generator().manual_seed(rank)
+    )
 
 
 def labels(model: nn.Module) -> mfx.Labels:
@@ -147,7 +154,11 @@ def fsdp2(size: Size) -> Iterator[Candidate]:
     """Yield optimizers over DTensor parameters: full_tensor() on every rank, Dion, and ours."""
     builds: list[tuple[str, str, Callable[[nn.Module, list[str]], Any]]] = [
         ("full_tensor() on every rank", "torch", peers.full_tensor),
-        ("full_tensor() of update and parameter, distribute_tensor", "torch", peers.full_tensor_twice),
+        (
+            "full_tensor() of update and parameter, distribute_tensor",
+            "torch",
+            peers.full_tensor_twice,
+        ),
         ("muonfx", "muonfx", Sharded),
         ("full_tensor() on every rank, again", "torch", peers.full_tensor),
     ]
@@ -162,7 +173,9 @@ def fsdp2(size: Size) -> Iterator[Candidate]:
             package,
             iterate=_step_of(model, optimizer, tokens(size, dist.get_rank())),
             timed=optimizer.step,
-            whole=lambda model=model: {name: p.full_tensor().detach() for name, p in model.named_parameters()},
+            whole=lambda model=model: {
+                name: p.full_tensor().detach() for name, p in model.named_parameters()
+            },
         )
 
 
@@ -190,7 +203,9 @@ class Sharded:
             param.grad = None
 
 
-def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Callable[[], None]:
+def _step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
+) -> Callable[[], None]:
     def iterate() -> None:
         optimizer.zero_grad()
         model(batch).backward()
@@ -265,7 +280,12 @@ def measure(size: Size, case: str, rounds: int, seconds: float) -> list[dict[str
             one.iterate()
         found = one.whole()
         apart = distance(found, wanted) / distance(start, wanted) if found else None
-        about = {"case": case, "processes": processes, "candidate": one.name, "package": versioned(one.package)}
+        about = {
+            "case": case,
+            "processes": processes,
+            "candidate": one.name,
+            "package": versioned(one.package),
+        }
         rows.append({**about, "apart": apart, **counted(one), "of": matrices})
     calls = {one.name: one.timed for one in alive}
     times = summary(world.interleaved(calls, rounds=rounds, seconds=seconds), alive[0].name)
@@ -279,12 +299,20 @@ def distance(a: Params, b: Params) -> float:
 
 def counted(one: Candidate) -> dict[str, Any]:
     """Count bytes sent and collectives (means over ranks), and matrices orthogonalized (sum over ranks)."""
-    with peers.counted() as matrices, world.Sent() as sent, torch.compiler.set_stance("force_eager"):
+    with (
+        peers.counted() as matrices,
+        world.Sent() as sent,
+        torch.compiler.set_stance("force_eager"),
+    ):
         one.timed()
     total = torch.tensor([sent.bytes, sent.calls, matrices.number], dtype=torch.float64)
     dist.all_reduce(total)
     ranks = dist.get_world_size()
-    return {"sent": total[0].item() / ranks, "collectives": total[1].item() / ranks, "matrices": int(total[2].item())}
+    return {
+        "sent": total[0].item() / ranks,
+        "collectives": total[1].item() / ranks,
+        "matrices": int(total[2].item()),
+    }
 
 
 CASES = ("FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
@@ -302,5 +330,8 @@ def speed(
     if not peers.deepspeed_runs():
         cases = tuple(case for case in cases if not case.startswith("ZeRO"))
     return [
-        row for number in processes for case in cases for row in world.run(number, measure, size, case, rounds, seconds)
+        row
+        for number in processes
+        for case in cases
+        for row in world.run(number, measure, size, case, rounds, seconds)
     ]

@@ -67,9 +67,13 @@ class GatheringMuon(torch.optim.Optimizer):
             rate = RATE * max(1, param.shape[0] / param.shape[1]) ** 0.5
             if self.twice:
                 whole = param.full_tensor() * (1 - RATE * DECAY) - rate * update
-                param.to_local().copy_(distribute_tensor(whole, param.device_mesh, param.placements).to_local())
+                param.to_local().copy_(
+                    distribute_tensor(whole, param.device_mesh, param.placements).to_local()
+                )
             else:  # every rank has the full update, so taking its shard needs no communication
-                own = distribute_tensor(update, param.device_mesh, param.placements, src_data_rank=None)
+                own = distribute_tensor(
+                    update, param.device_mesh, param.placements, src_data_rank=None
+                )
                 param.to_local().mul_(1 - RATE * DECAY).sub_(own.to_local(), alpha=rate)
 
 
@@ -94,7 +98,9 @@ def full_tensor(model: nn.Module, muon: list[str], *, twice: bool = False) -> An
     """Return a Muon that orthogonalizes every matrix on every rank, with multi-tensor AdamW on the other DTensors."""
     params = dict(model.named_parameters())
     rest = [param for name, param in params.items() if name not in muon]
-    adamw = torch.optim.AdamW(rest, lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY, foreach=True)
+    adamw = torch.optim.AdamW(
+        rest, lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY, foreach=True
+    )
     return CombinedOptimizer(GatheringMuon([params[name] for name in muon], twice=twice), adamw)
 
 
@@ -149,7 +155,9 @@ def deepspeed_runs() -> bool:
     try:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler:
-        print("DeepSpeed is skipped: its Muon is compiled at run time and no C++ compiler was found")
+        print(
+            "DeepSpeed is skipped: its Muon is compiled at run time and no C++ compiler was found"
+        )
         return False
     return True
 
@@ -166,7 +174,10 @@ DEEPSPEED_MUON = {
     },
 }
 """The optimizer entry of DeepSpeed's configuration."""
-DEEPSPEED_ADAMW = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY, "betas": BETAS, "eps": EPSILON}}
+DEEPSPEED_ADAMW = {
+    "type": "AdamW",
+    "params": {"lr": RATE, "weight_decay": DECAY, "betas": BETAS, "eps": EPSILON},
+}
 
 
 def deepspeed(
@@ -247,8 +258,12 @@ class Matrices:
         """Return a function that also counts the matrices in its first argument, a tensor or a list of tensors."""
 
         def counting(*args: Any, **kwargs: Any) -> Any:
-            x = next(arg for arg in args if isinstance(arg, Tensor | list))  # skips `self` of a method
-            self.number += sum(prod(one.shape[:-2]) for one in ([x] if isinstance(x, Tensor) else x))
+            x = next(
+                arg for arg in args if isinstance(arg, Tensor | list)
+            )  # skips `self` of a method
+            self.number += sum(
+                prod(one.shape[:-2]) for one in ([x] if isinstance(x, Tensor) else x)
+            )
             return function(*args, **kwargs)
 
         return counting
@@ -264,5 +279,7 @@ def counted() -> Iterator[Matrices]:
                 continue
             *owners, function = name.split(".")
             found = functools.reduce(getattr, owners, import_module(module))
-            stack.enter_context(mock.patch.object(found, function, matrices.of(getattr(found, function))))
+            stack.enter_context(
+                mock.patch.object(found, function, matrices.of(getattr(found, function)))
+            )
         yield matrices

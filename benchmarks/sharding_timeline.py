@@ -48,7 +48,10 @@ PHASES = {
 """Phases and their colours. For messages, the main thread shows the time of waiting, and the lane that of sending."""
 
 PLACES = {
-    "forward, backward": [("benchmarks.sharding", "GPT.forward"), ("torch.autograd", "_engine_run_backward")],
+    "forward, backward": [
+        ("benchmarks.sharding", "GPT.forward"),
+        ("torch.autograd", "_engine_run_backward"),
+    ],
     "orthogonalize": peers.ORTHOGONALIZE,
     "waiting": [("torch.distributed", "Work.wait")],
     "pack, unpack": [
@@ -89,7 +92,9 @@ def marked() -> Iterator[None]:
                 owner: Any = import_module(module)
                 for parent in parents:
                     owner = getattr(owner, parent)
-                stack.enter_context(mock.patch.object(owner, name, _in_span(phase, getattr(owner, name))))
+                stack.enter_context(
+                    mock.patch.object(owner, name, _in_span(phase, getattr(owner, name)))
+                )
         yield
 
 
@@ -128,14 +133,22 @@ def record(candidate: Candidate) -> tuple[float, list[Span], list[Span]]:
             elif event.start_thread_id() == thread:
                 own.append(one)
     computed = [event.begin for event in own if event.name == "orthogonalize"]
-    messages = [_message(event, max(computed, default=0.0)) for event in sorted(travelling, key=lambda one: one.begin)]
+    messages = [
+        _message(event, max(computed, default=0.0))
+        for event in sorted(travelling, key=lambda one: one.begin)
+    ]
     total = whole.duration_ns() / 1e6
     return total, _spans(own, messages, total), messages
 
 
 def _nbytes(event: Any) -> int:
     sizes = [shape for shape in event.shapes() if shape and not isinstance(shape[0], list)]
-    sizes += [shape for shapes in event.shapes() if shapes and isinstance(shapes[0], list) for shape in shapes]
+    sizes += [
+        shape
+        for shapes in event.shapes()
+        if shapes and isinstance(shapes[0], list)
+        for shape in shapes
+    ]
     return 4 * sum(int(torch.Size(size).numel()) for size in sizes)
 
 
@@ -177,7 +190,9 @@ def _phase(event: _Event, around: str, messages: list[Span]) -> str:
     if event.name == "waiting" or event.name.startswith(("c10d::", "_c10d_functional::")):
         # It waits for the last message that ends before the event does.
         over = [message for message in messages if message.begin < event.end]
-        return max(over, key=lambda one: min(one.end, event.end), default=Span(AGREEMENT, 0, 0)).phase
+        return max(
+            over, key=lambda one: min(one.end, event.end), default=Span(AGREEMENT, 0, 0)
+        ).phase
     if event.name in PLACES:
         return event.name
     return "elementwise" if around == "Python" else around
@@ -188,11 +203,15 @@ def _phase(event: _Event, around: str, messages: list[Span]) -> str:
 
 def measure(size: Size, case: str) -> list[dict[str, Any]]:
     """Return the rows of a case, with the spans of each rank and the messages of rank 0; a collective."""
-    alive = [one for one in sharding.candidates(size, case) if not one.name.endswith(("again", "alone"))]
+    alive = [
+        one for one in sharding.candidates(size, case) if not one.name.endswith(("again", "alone"))
+    ]
     for one in alive:
         for _ in range(sharding.ITERATIONS):
             one.iterate()
-    recorded: dict[str, list[tuple[float, list[Span], list[Span]]]] = {one.name: [] for one in alive}
+    recorded: dict[str, list[tuple[float, list[Span], list[Span]]]] = {
+        one.name: [] for one in alive
+    }
     for _ in range(ITERATIONS):
         for one in alive:
             recorded[one.name].append(record(one))
@@ -202,7 +221,10 @@ def measure(size: Size, case: str) -> list[dict[str, Any]]:
         dist.all_gather_object(gathered, recorded[one.name])
         slowest = [max(rank[turn][0] for rank in gathered) for turn in range(ITERATIONS)]
         kept = slowest.index(min(slowest))
-        ranks = [{"spans": spans, "messages": messages} for _, spans, messages in (rank[kept] for rank in gathered)]
+        ranks = [
+            {"spans": spans, "messages": messages}
+            for _, spans, messages in (rank[kept] for rank in gathered)
+        ]
         rows.append(
             {
                 "case": case,
@@ -213,7 +235,8 @@ def measure(size: Size, case: str) -> list[dict[str, Any]]:
                 "phases": {phase: _mean(ranks, phase) for phase in PHASES},
                 "hidden": {phase: _hidden(ranks, phase) for phase in (OUT, BACK)},
                 "collectives": {
-                    phase: sum(one.phase == phase for one in ranks[0]["messages"]) for phase in (AGREEMENT, OUT, BACK)
+                    phase: sum(one.phase == phase for one in ranks[0]["messages"])
+                    for phase in (AGREEMENT, OUT, BACK)
                 },
                 "ranks": [
                     _drawn(rank, slowest[kept])
@@ -229,7 +252,9 @@ def _drawn(rank: dict[str, list[Span]], total: float) -> dict[str, list[str]]:
     """Return the lanes of a rank, with a text "phase: begin to end" for each span."""
     return {
         lane: [
-            f"{one.phase}: {one.begin:.2f} to {one.end:.2f}" for one in spans if one.end - one.begin > FINEST * total
+            f"{one.phase}: {one.begin:.2f} to {one.end:.2f}"
+            for one in spans
+            if one.end - one.begin > FINEST * total
         ]
         for lane, spans in rank.items()
     }
@@ -237,12 +262,16 @@ def _drawn(rank: dict[str, list[Span]], total: float) -> dict[str, list[str]]:
 
 def _mean(ranks: list[dict[str, Any]], phase: str) -> float:
     """Return the milliseconds of a phase, as the mean over ranks."""
-    return sum(span.end - span.begin for rank in ranks for span in rank["spans"] if span.phase == phase) / len(ranks)
+    return sum(
+        span.end - span.begin for rank in ranks for span in rank["spans"] if span.phase == phase
+    ) / len(ranks)
 
 
 def _hidden(ranks: list[dict[str, Any]], phase: str) -> float:
     """Return the milliseconds in which messages of a phase overlap with other work, as the mean over ranks."""
-    travelled = sum(one.end - one.begin for rank in ranks for one in rank["messages"] if one.phase == phase)
+    travelled = sum(
+        one.end - one.begin for rank in ranks for one in rank["messages"] if one.phase == phase
+    )
     return max(0.0, travelled / len(ranks) - _mean(ranks, phase))
 
 
@@ -255,7 +284,12 @@ def times(
     """Record an iteration for each case, number of processes and candidate, and return its milliseconds by phase."""
     if not peers.deepspeed_runs():
         cases = tuple(case for case in cases if not case.startswith("ZeRO"))
-    return [row for number in processes for case in cases for row in world.run(number, measure, size, case)]
+    return [
+        row
+        for number in processes
+        for case in cases
+        for row in world.run(number, measure, size, case)
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------------- picture
@@ -283,7 +317,12 @@ def draw(path: Path = PICTURE) -> Path | None:
     every[-1, 0].set_xlabel("milliseconds", color=plots.GREY, fontsize=8.5)
     legend = [Patch(color=color, label=phase) for phase, color in PHASES.items()]
     figure.legend(
-        handles=legend, loc="outside lower center", ncols=4, frameon=False, labelcolor=plots.GREY, fontsize=8.5
+        handles=legend,
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        labelcolor=plots.GREY,
+        fontsize=8.5,
     )
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, transparent=True, metadata={"Date": None})
@@ -303,13 +342,19 @@ def _lanes(axes: Any, row: dict[str, Any]) -> None:
     for rank, lanes in enumerate(row["ranks"]):
         for lane, top, height in (("spans", 0.0, 0.55), ("messages", 0.6, 0.2)):
             for phase in PHASES:
-                bars = [(one.begin, one.end - one.begin) for one in map(_read, lanes[lane]) if one.phase == phase]
+                bars = [
+                    (one.begin, one.end - one.begin)
+                    for one in map(_read, lanes[lane])
+                    if one.phase == phase
+                ]
                 axes.broken_barh(bars, (rank + top, height), facecolors=PHASES[phase], linewidth=0)
         ticks.append(rank + 0.4)
     axes.set_yticks(ticks, [f"rank {rank}" for rank in range(len(ticks))])
     axes.set_ylim(len(ticks), -0.1)
     title = f"{row['case']}, {row['processes']} processes, {row['candidate']}"
-    axes.set_title(f"{title}: {row['milliseconds']:.0f} ms", loc="left", fontsize=9.5, color=plots.GREY)
+    axes.set_title(
+        f"{title}: {row['milliseconds']:.0f} ms", loc="left", fontsize=9.5, color=plots.GREY
+    )
     axes.tick_params(which="both", colors=plots.GREY, labelsize=8, length=2)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")

@@ -28,15 +28,23 @@ Shape = tuple[int, int]
 Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 SETS: dict[str, list[Shape]] = {
-    "4 x 512^2, 2 x 2048x512, 2 x 512x2048": [(512, 512)] * 4 + [(2048, 512)] * 2 + [(512, 2048)] * 2,
-    "8 x 1024^2, 2 x 4096x1024, 2 x 1024x4096": [(1024, 1024)] * 8 + [(4096, 1024)] * 2 + [(1024, 4096)] * 2,
+    "4 x 512^2, 2 x 2048x512, 2 x 512x2048": [(512, 512)] * 4
+    + [(2048, 512)] * 2
+    + [(512, 2048)] * 2,
+    "8 x 1024^2, 2 x 4096x1024, 2 x 1024x4096": [(1024, 1024)] * 8
+    + [(4096, 1024)] * 2
+    + [(1024, 4096)] * 2,
 }
 BASELINE = "torch.optim.Muon"
 
 
-def _chain(params: list[torch.nn.Parameter], *, donate: bool, **settings: Any) -> torch.optim.Optimizer:
+def _chain(
+    params: list[torch.nn.Parameter], *, donate: bool, **settings: Any
+) -> torch.optim.Optimizer:
     """Return PyTorch's optimizer as a chain."""
-    tx = mfx.muon(1e-3, weight_decay=0.1, lr_scaling="original", orthogonalize=mfx.orthogonalize(**settings))
+    tx = mfx.muon(
+        1e-3, weight_decay=0.1, lr_scaling="original", orthogonalize=mfx.orthogonalize(**settings)
+    )
     return mfx.TransformOptimizer(_named(params), tx, donate_grads=donate)
 
 
@@ -57,7 +65,13 @@ def ours() -> Iterator[Optimizer]:
         ("muonfx, quintic", False, {"coefficients": "quintic"}),
         ("muonfx, four steps", False, {"coefficients": "polar_express_4"}),
     ):
-        yield Optimizer(name, partial(_chain, donate=donate, **settings), settings["coefficients"], False, "muonfx")
+        yield Optimizer(
+            name,
+            partial(_chain, donate=donate, **settings),
+            settings["coefficients"],
+            False,
+            "muonfx",
+        )
     yield Optimizer("mfx.Muon", _muon, "polar_express_5", True, "muonfx")
 
 
@@ -68,11 +82,18 @@ def candidates(compiled: bool) -> list[Optimizer]:
 
 def about(one: Optimizer, case: str) -> dict[str, Any]:
     """Return the part of a row that describes its candidate."""
-    row = {"case": case, "candidate": one.name, "coefficients": one.coefficients, "default": one.default}
+    row = {
+        "case": case,
+        "candidate": one.name,
+        "coefficients": one.coefficients,
+        "default": one.default,
+    }
     return {**row, "package": versioned(one.package)}
 
 
-def stepper(build: Build, gradients: Sequence[torch.Tensor], *, zero: bool = False) -> tuple[list, Callable[[], None]]:
+def stepper(
+    build: Build, gradients: Sequence[torch.Tensor], *, zero: bool = False
+) -> tuple[list, Callable[[], None]]:
     """Return random or zero parameters, and a function that takes a step on them.
 
     The gradients are assigned before every step, because some optimizers delete and overwrite them.
@@ -80,7 +101,9 @@ def stepper(build: Build, gradients: Sequence[torch.Tensor], *, zero: bool = Fal
     generator = torch.Generator().manual_seed(0)
     own = [grad.clone() for grad in gradients]
     params = [
-        torch.nn.Parameter(torch.zeros_like(g) if zero else torch.randn(g.shape, generator=generator).to(g.device))
+        torch.nn.Parameter(
+            torch.zeros_like(g) if zero else torch.randn(g.shape, generator=generator).to(g.device)
+        )
         for g in own
     ]
     for param, grad in zip(params, own, strict=True):
@@ -96,7 +119,11 @@ def stepper(build: Build, gradients: Sequence[torch.Tensor], *, zero: bool = Fal
 
 
 def speed(
-    rounds: int, sets: dict[str, list[Shape]] = SETS, *, compiled: bool = True, seconds: float = math.inf
+    rounds: int,
+    sets: dict[str, list[Shape]] = SETS,
+    *,
+    compiled: bool = True,
+    seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
     """Return the milliseconds of a step for each candidate and set, and the ratio to torch's, which is timed twice.
 
@@ -129,7 +156,9 @@ def quality(sets: dict[str, list[Shape]] = SETS, *, compiled: bool = True) -> li
                     key = (i, one.coefficients)
                     if key not in exact:
                         exact[key] = plain(gradients[i], torch.float64, one.coefficients)
-                    found.append(judge_against(up_to_scale(params[i].detach(), exact[key]), exact[key]))
+                    found.append(
+                        judge_against(up_to_scale(params[i].detach(), exact[key]), exact[key])
+                    )
                 worst = {
                     "error": max(q.error for q in found),
                     "smallest": min(q.smallest for q in found),

@@ -28,7 +28,9 @@ from torch.nn import functional as F
 import muonfx as mfx
 from benchmarks.measure import RESULTS, machine
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the examples are scripts, not a package
+sys.path.insert(
+    0, str(Path(__file__).parents[1] / "examples")
+)  # the examples are scripts, not a package
 
 from baseline import TorchMuon
 from gpt import GPT
@@ -102,13 +104,18 @@ def train(size: str, candidate: str, rate: float, seed: int) -> dict[str, float]
     forward = torch.compile(model)
     labels = mfx.default_labels(model, muon="hidden", other="rest")
     hidden, rest = (
-        mfx.warmup_stable_decay_schedule(peak, STEPS // 20, STEPS // 2, STEPS, start=peak / (STEPS // 20))
+        mfx.warmup_stable_decay_schedule(
+            peak, STEPS // 20, STEPS // 2, STEPS, start=peak / (STEPS // 20)
+        )
         for peak in (rate, REST_RATE)
     )
     tx: Any = TorchMuon(labels, hidden, rest, weight_decay=0.1, max_norm=1.0)
     if candidate != BASELINE:
         parts = {"hidden": hidden_transform(candidate), "rest": mfx.scale_by_adam(0.9, 0.95)}
-        rates = {"hidden": mfx.scale_by_learning_rate(hidden), "rest": mfx.scale_by_learning_rate(rest)}
+        rates = {
+            "hidden": mfx.scale_by_learning_rate(hidden),
+            "rest": mfx.scale_by_learning_rate(rest),
+        }
         tx = mfx.chain(
             mfx.clip_by_global_norm(1.0),
             mfx.partition(parts, labels),
@@ -134,7 +141,9 @@ def train(size: str, candidate: str, rate: float, seed: int) -> dict[str, float]
     with torch.no_grad():
         judged = text.validation_batches(32, 16, own.context)
         losses = [F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item() for x, y in judged]
-    return {"loss": statistics.fmean(losses)} | {f"{what}_seconds": took for what, took in spent.items()}
+    return {"loss": statistics.fmean(losses)} | {
+        f"{what}_seconds": took for what, took in spent.items()
+    }
 
 
 def finished() -> list[dict[str, Any]]:

@@ -44,7 +44,11 @@ CASES = (
     Case("function", "large", "replicated"),
     *(Case("function", "small", "zero flat", change=change) for change in ("", "new rate")),
     Case("function", "large", "zero flat"),
-    *(Case(face, model, state="cpu") for face in ("optimizer", "function") for model in ("small", "large")),
+    *(
+        Case(face, model, state="cpu")
+        for face in ("optimizer", "function")
+        for model in ("small", "large")
+    ),
     Case("optimizer", "small", state="cpu", change="new rate"),
     *(Case("function", model, state="disk") for model in ("small", "large")),
     Case("optimizer", "small", "FSDP2", state="cpu"),
@@ -94,13 +98,17 @@ class Worker:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise RuntimeError(f"{message}: rank {rank} ended without an answer; see its error above")
+                raise RuntimeError(
+                    f"{message}: rank {rank} ended without an answer; see its error above"
+                )
             answers.append(json.loads(line))
         return answers
 
     def seconds(self, steps: int) -> float:
         """Return the median seconds of some steps, each on its slowest rank."""
-        return statistics.median(max(ranks) for ranks in zip(*self.request(steps=steps), strict=True))
+        return statistics.median(
+            max(ranks) for ranks in zip(*self.request(steps=steps), strict=True)
+        )
 
     def __enter__(self) -> Worker:
         return self
@@ -126,7 +134,9 @@ def commit(checkout: Path) -> str | None:
     return found.stdout.strip() or None
 
 
-def measure(case: Case, workers: dict[str, Worker], sizes: Sizes, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def measure(
+    case: Case, workers: dict[str, Worker], sizes: Sizes, rounds: int, seconds: float
+) -> list[dict[str, Any]]:
     """Return the rows of a case, one for each version."""
     for worker in workers.values():
         worker.request(prepare=case, sizes=sizes)
@@ -178,7 +188,9 @@ def speed(
         RuntimeError: one of the versions cannot run a case.
     """
     if not (before / "muonfx" / "__init__.py").exists():
-        raise FileNotFoundError(f"before: found no muonfx in {before}, expected a worktree of an older commit")
+        raise FileNotFoundError(
+            f"before: found no muonfx in {before}, expected a worktree of an older commit"
+        )
     checkouts = dict(zip(VERSIONS, (before, HERE, before), strict=True))
     commits = {name: commit(checkout) for name, checkout in checkouts.items()}
     rows: list[dict[str, Any]] = []
@@ -186,11 +198,15 @@ def speed(
         threads = torch.get_num_threads() if ranks == 1 else 1
         with ExitStack() as stack:
             workers = {
-                name: stack.enter_context(Worker(checkout, ranks, threads)) for name, checkout in checkouts.items()
+                name: stack.enter_context(Worker(checkout, ranks, threads))
+                for name, checkout in checkouts.items()
             }
             for case in (case for case in cases if case.ranks == ranks):
                 found = measure(case, workers, sizes, rounds, seconds)
-                rows += [{**row, "commit": commits[row["candidate"]], "threads": threads} for row in found]
+                rows += [
+                    {**row, "commit": commits[row["candidate"]], "threads": threads}
+                    for row in found
+                ]
                 print(line(found), flush=True)
     return rows
 

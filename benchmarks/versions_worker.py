@@ -45,7 +45,9 @@ class Case(NamedTuple):
     def name(self) -> str:
         """The name in tables, which ``--cases`` selects by."""
         away = {"": "", "cpu": "offloaded to host memory", "disk": "offloaded to disk"}[self.state]
-        return ", ".join(filter(None, (self.layout, self.face, f"{self.model} leaves", away, self.change)))
+        return ", ".join(
+            filter(None, (self.layout, self.face, f"{self.model} leaves", away, self.change))
+        )
 
     @property
     def ranks(self) -> int:
@@ -92,25 +94,38 @@ class Stepper(NamedTuple):
 def prepare(case: Case, sizes: Sizes, folder: Path) -> Stepper:
     """Create the parameters, gradients and state of a case."""
     model = sizes.model(case.model)
-    labels = {name: "muon" if param.ndim == 2 else "adamw" for name, param in model.named_parameters()}
-    grads: Mapping[str, Tensor] = {name: torch.randn_like(param) for name, param in model.named_parameters()}
+    labels = {
+        name: "muon" if param.ndim == 2 else "adamw" for name, param in model.named_parameters()
+    }
+    grads: Mapping[str, Tensor] = {
+        name: torch.randn_like(param) for name, param in model.named_parameters()
+    }
     if case.layout == "FSDP2":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         fully_shard(model, mesh=mesh)
-        placed = {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
-        grads = {name: distribute_tensor(grad, mesh, placed[name].placements) for name, grad in grads.items()}
+        placed = {
+            name: param for name, param in model.named_parameters() if isinstance(param, DTensor)
+        }
+        grads = {
+            name: distribute_tensor(grad, mesh, placed[name].placements)
+            for name, grad in grads.items()
+        }
     tx = mfx.muon_with_adamw(RATE, labels=labels)
     if case.state:
         bytes_of_state = sum(param.nbytes for param in model.parameters())
         tx = mfx.sharding.offload(
-            tx, str(folder) if case.state == "disk" else "cpu", bucket_bytes=bytes_of_state // sizes.buckets
+            tx,
+            str(folder) if case.state == "disk" else "cpu",
+            bucket_bytes=bytes_of_state // sizes.buckets,
         )
     if case.face == "optimizer":
         return _optimizer(case, model, grads, labels, tx)
     return _function(case, model, grads, tx)
 
 
-def _optimizer(case: Case, model: nn.Module, grads: Mapping[str, Tensor], labels: Any, tx: mfx.Transform) -> Stepper:
+def _optimizer(
+    case: Case, model: nn.Module, grads: Mapping[str, Tensor], labels: Any, tx: mfx.Transform
+) -> Stepper:
     params = dict(model.named_parameters())
     for name, param in params.items():
         param.grad = grads[name]
@@ -119,7 +134,9 @@ def _optimizer(case: Case, model: nn.Module, grads: Mapping[str, Tensor], labels
         pairs = list(params.items())
         half = len(pairs) // 2
         given = [{"params": pairs[:half]}, {"params": pairs[half:], "lr": RATE / 2}]
-    optimizer = mfx.TransformOptimizer(given, tx) if case.state else mfx.Muon(given, lr=RATE, labels=labels)
+    optimizer = (
+        mfx.TransformOptimizer(given, tx) if case.state else mfx.Muon(given, lr=RATE, labels=labels)
+    )
 
     def step() -> None:
         if case.change == "new rate":
@@ -130,7 +147,9 @@ def _optimizer(case: Case, model: nn.Module, grads: Mapping[str, Tensor], labels
     return Stepper(step, params.values)
 
 
-def _function(case: Case, model: nn.Module, grads: Mapping[str, Tensor], tx: mfx.Transform) -> Stepper:
+def _function(
+    case: Case, model: nn.Module, grads: Mapping[str, Tensor], tx: mfx.Transform
+) -> Stepper:
     held: Any = {name: param.detach() for name, param in model.named_parameters()}
     if case.layout == "replicated":
         of_params = (
@@ -152,7 +171,9 @@ def _function(case: Case, model: nn.Module, grads: Mapping[str, Tensor], tx: mfx
         now = tx
         if case.change == "new rate":
             turn += 1
-            now = mfx.with_hyperparams(tx, {name: rate * 0.999**turn for name, rate in rates.items()})
+            now = mfx.with_hyperparams(
+                tx, {name: rate * 0.999**turn for name, rate in rates.items()}
+            )
         updates, state = now.update(grads, state, held, donate=mfx.Donation(state=True))
         held = mfx.apply_updates(held, updates, donate=True)
 
@@ -190,7 +211,9 @@ def serve(rank: int, ranks: int, folder: Path, checkout: Path, threads: int) -> 
         raise RuntimeError(f"found muonfx in {found}, expected it in {checkout}")
     torch.set_num_threads(threads)
     if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+        )
     stepper = None
     for line in sys.stdin:
         asked = json.loads(line)
@@ -199,7 +222,9 @@ def serve(rank: int, ranks: int, folder: Path, checkout: Path, threads: int) -> 
             stepper = None  # free the memory of the previous case first
             stepper = prepare(Case(*asked["prepare"]), Sizes(*asked["sizes"]), folder)
         elif stepper is None:
-            raise RuntimeError(f"found the request {line!r}, expected a request to prepare a case first")
+            raise RuntimeError(
+                f"found the request {line!r}, expected a request to prepare a case first"
+            )
         elif "steps" in asked:
             answer = times(stepper, asked["steps"])
         else:
@@ -211,4 +236,6 @@ def serve(rank: int, ranks: int, folder: Path, checkout: Path, threads: int) -> 
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))
+    serve(
+        int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5])
+    )

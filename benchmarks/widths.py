@@ -29,7 +29,9 @@ from benchmarks import report
 from benchmarks.measure import RESULTS, machine
 from benchmarks.plots import ASSETS, GREY, pyplot
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # the examples are scripts, not a package
+sys.path.insert(
+    0, str(Path(__file__).parents[1] / "examples")
+)  # the examples are scripts, not a package
 
 from gpt import GPT
 from text import Corpus, read_corpus
@@ -99,7 +101,9 @@ def task(width: int) -> mfx.studies.Task:
 
 def muon(lr_scaling: str) -> mfx.Transform:
     """Return Muon without a rate."""
-    return mfx.chain(mfx.momentum(0.95, nesterov=True), ORTHOGONALIZE, mfx.scale_by_shape(lr_scaling))
+    return mfx.chain(
+        mfx.momentum(0.95, nesterov=True), ORTHOGONALIZE, mfx.scale_by_shape(lr_scaling)
+    )
 
 
 def optimizer(width: int, lr_scaling: str, rate: float) -> mfx.Transform:
@@ -154,7 +158,9 @@ def norms_at(width: int) -> list[dict[str, Any]]:
     for rule in RATES:
         tx = muon(rule)
         hidden = {name: params[path] for name, path in MATRICES.items()}
-        updates, _ = tx.update({name: grads[path] for name, path in MATRICES.items()}, tx.init(hidden), hidden)
+        updates, _ = tx.update(
+            {name: grads[path] for name, path in MATRICES.items()}, tx.init(hidden), hidden
+        )
         norms = {name: operator_norm(update) for name, update in updates.items()}
         rows.append({"width": width, "optimizer": rule, **norms})
     return rows
@@ -240,7 +246,11 @@ def draw() -> None:
         figure, axes = plt.subplots(2, 2, figsize=(6.4, 5.6), layout="constrained")
         _draw_norms(axes[0, 0], results["norms"])
         for panel, rule in zip(axes.flat[1:], RATES, strict=True):
-            rows = [row | {"optimizer": f"{row['width']}"} for row in results["rows"] if row["optimizer"] == rule]
+            rows = [
+                row | {"optimizer": f"{row['width']}"}
+                for row in results["rows"]
+                if row["optimizer"] == rule
+            ]
             mfx.plot.plot_rates(rows, ax=panel)
             panel.set_title(rule, loc="left")
             panel.set(ylabel="loss", ylim=(2.53, 2.81))
@@ -272,7 +282,9 @@ SECTIONS = {"norms": norms_table, "widths": rates_table}
 
 def main() -> None:
     """Measure all widths, and write the results, the tables and the picture."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     norms: list[dict[str, Any]] = []

@@ -46,9 +46,13 @@ def run(processes: int, function: Callable[..., Any], *arguments: Any) -> Any:
             os.environ["OMP_NUM_THREADS"] = threads
 
 
-def _serve(rank: int, processes: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _serve(
+    rank: int, processes: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes
+    )
     result = function(*arguments)
     if rank == 0:
         (Path(folder) / "result").write_text(json.dumps(result))
@@ -57,7 +61,11 @@ def _serve(rank: int, processes: int, folder: str, function: Callable[..., Any],
 
 
 def interleaved(
-    candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2, seconds: float = math.inf
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 2,
+    seconds: float = math.inf,
 ) -> dict[str, list[float]]:
     """Run `benchmarks.measure.interleaved` over all ranks, with the time of the slowest rank; a collective.
 
@@ -66,7 +74,9 @@ def interleaved(
     times: dict[str, list[float]] = {name: [] for name in candidates}
     began = time.perf_counter()
     for turn in range(warmup + rounds):
-        up = torch.tensor(float(turn >= warmup + MIN_ROUNDS and time.perf_counter() - began > seconds))
+        up = torch.tensor(
+            float(turn >= warmup + MIN_ROUNDS and time.perf_counter() - began > seconds)
+        )
         dist.broadcast(up, 0)
         if up:
             break
@@ -110,7 +120,14 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-SILENT = ("barrier", "monitored_barrier", "recv", "recv_any_source", "wait_tensor", "wrap_tensor_autograd")
+SILENT = (
+    "barrier",
+    "monitored_barrier",
+    "recv",
+    "recv_any_source",
+    "wait_tensor",
+    "wrap_tensor_autograd",
+)
 """Operators that send no bytes, or too few to count."""
 
 
@@ -118,7 +135,11 @@ def _must_send(name: str, args: Sequence[Any]) -> float:
     """Return the bytes that this rank sends for a collective, from the name and the arguments of its operator."""
     if name == "all_gather_into_tensor":  # the functional one: (input, ranks, group)
         return _nbytes(args[0]) * (args[1] - 1)
-    group = next(_group(arg) for arg in args if isinstance(arg, torch.ScriptObject) and _group(arg) is not None)
+    group = next(
+        _group(arg)
+        for arg in args
+        if isinstance(arg, torch.ScriptObject) and _group(arg) is not None
+    )
     size, rank = group.size(), group.rank()
     others = (size - 1) / size
     if name == "alltoall_base":  # (output, input, group, output splits, input splits)
@@ -131,9 +152,17 @@ def _must_send(name: str, args: Sequence[Any]) -> float:
         return _nbytes([one for to, one in enumerate(args[1]) if to != rank])
     if name in ("allreduce", "allreduce_coalesced"):
         return 2 * _nbytes(args[0]) * others
-    if name in ("allgather_base", "allgather_into_tensor_coalesced", "allgather"):  # (outputs, inputs)
+    if name in (
+        "allgather_base",
+        "allgather_into_tensor_coalesced",
+        "allgather",
+    ):  # (outputs, inputs)
         return _nbytes(args[1]) * (size - 1)
-    if name in ("reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter"):  # (outputs, inputs)
+    if name in (
+        "reduce_scatter_base",
+        "reduce_scatter_tensor_coalesced",
+        "reduce_scatter",
+    ):  # (outputs, inputs)
         return _nbytes(args[1]) * others
     if name == "broadcast":  # (tensors, group, root)
         return _nbytes(args[0]) * (size - 1) if rank == args[2] else 0.0

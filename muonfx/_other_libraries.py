@@ -124,14 +124,18 @@ ADVICE_ON_ARGUMENTS = {
     **dict.fromkeys(("nesterov", "use_nesterov"), _LOOKS_AHEAD),
     "distributed_mesh": "leave it out under FSDP2 and tensor parallelism, whose parameters have their mesh; under DDP, "
     "layout=muonfx.sharding.replicated",
-    **dict.fromkeys(("flatten", "num_heads", "split_sizes", "split_qkv", "qkv_split_shapes"), _VIEW),
+    **dict.fromkeys(
+        ("flatten", "num_heads", "split_sizes", "split_qkv", "qkv_split_shapes"), _VIEW
+    ),
     "use_polar_express": 'it is the default; False is orthogonalize=muonfx.orthogonalize(coefficients="quintic")',
     "cautious_wd": "muonfx.add_decayed_weights(..., cautious=True) in a chain",
     "maximize": "minimize -loss, or put muonfx.scale(-1.0) first in a chain",
     "foreach": "leave it out, tensors are always updated together",
     "fused": "leave it out, tensors are always updated together",
     "capturable": "leave it out, counts are always tensors on the device",
-    **dict.fromkeys(("max_grad_norm", "max_norm", "clip_norm", "grad_clip", "gradient_clip_val"), _CLIPPING),
+    **dict.fromkeys(
+        ("max_grad_norm", "max_norm", "clip_norm", "grad_clip", "gradient_clip_val"), _CLIPPING
+    ),
     **dict.fromkeys(("eps", "epsilon"), _EPS),
     "rules": "labels=lambda model: muonfx.default_labels(model, rules)",
     **dict.fromkeys(("state_dtype", "momentum_dtype", "mu_dtype", "nu_dtype"), _DTYPE_OF_STATE),
@@ -139,8 +143,16 @@ ADVICE_ON_ARGUMENTS = {
 """A dict from arguments in other libraries that have no equivalent in muonfx to what to do instead."""
 
 ARGUMENTS_OF_PARTS = (
-    ("orthogonalize", ("coefficients", "steps", "method", "products", "view"), "muonfx.orthogonalize({}=...)"),
-    ("orthogonalize", ("dtype",), f"muonfx.orthogonalize({{}}=...) for products; {_DTYPE_OF_STATE}"),
+    (
+        "orthogonalize",
+        ("coefficients", "steps", "method", "products", "view"),
+        "muonfx.orthogonalize({}=...)",
+    ),
+    (
+        "orthogonalize",
+        ("dtype",),
+        f"muonfx.orthogonalize({{}}=...) for products; {_DTYPE_OF_STATE}",
+    ),
     ("view", ("pattern",), "muonfx.MatrixView({}=...)"),
     ("orthogonalize", ("pattern",), "muonfx.orthogonalize(view=muonfx.MatrixView({}=...))"),
     ("adam", ("b1", "b2", "eps"), "muonfx.scale_by_adam({}=...)"),

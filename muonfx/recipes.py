@@ -46,7 +46,9 @@ def check_not_negative(argument: str, value: object) -> None:
 
     The transforms check their numbers too, but under their own names: ``adamw_lr`` is "learning_rate" there.
     """
-    if isinstance(value, Mapping):  # {"embedding": 0.3}: the name in an error is "adamw_lr['embedding']"
+    if isinstance(
+        value, Mapping
+    ):  # {"embedding": 0.3}: the name in an error is "adamw_lr['embedding']"
         for role, number in value.items():
             check_not_negative(f"{argument}[{role!r}]", number)
     elif isinstance(value, int | float):  # schedules and tensors are left to the transforms
@@ -68,7 +70,9 @@ def with_views(tx: Transform, labels: Labels) -> Transform:
     """
     if not labels.views:  # every parameter is one matrix, stored as (out, in)
         return tx
-    tx = tx.with_children([with_views(part, labels) for part in tx.children])  # the members of a chain
+    tx = tx.with_children(
+        [with_views(part, labels) for part in tx.children]
+    )  # the members of a chain
     view = tx.arguments.get("view")
     if not isinstance(view, MatrixView):  # it takes none
         return tx
@@ -210,7 +214,11 @@ def lion(
     >>> lion(1e-4)
     chain(scale_by_lion(), add_decayed_weights(), scale_by_learning_rate(learning_rate=0.0001))
     """
-    return chain(scale_by_lion(b1, b2), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate))
+    return chain(
+        scale_by_lion(b1, b2),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
 
 
 def check_roles(owner: str, numbers: Mapping[str, object], labels: object) -> None:
@@ -246,7 +254,9 @@ def check_roles(owner: str, numbers: Mapping[str, object], labels: object) -> No
             raise _wrong_roles(owner, argument, list(number_of_role), expected_roles)
 
 
-def check_types_by_role(owner: str, numbers: Mapping[str, object], type_names: frozenset[str]) -> None:
+def check_types_by_role(
+    owner: str, numbers: Mapping[str, object], type_names: frozenset[str]
+) -> None:
     """Raise TypeError if a number in a dict by role has another type than ``type_names``, such as ``{"float"}``.
 
     ``owner`` and ``numbers`` are as in `check_roles`. The types of other arguments are checked by their annotations.
@@ -275,7 +285,9 @@ def _used_labels(labels: object) -> set[str]:
         return {"muon", "adamw"}
     if not isinstance(labels, Mapping):  # a function, or a tree that is no dict
         return set()
-    used_labels = [label for label in labels.values() if label is not None]  # None: the parameter is not updated
+    used_labels = [
+        label for label in labels.values() if label is not None
+    ]  # None: the parameter is not updated
     if not all(isinstance(label, str) for label in used_labels):  # a tree of labels
         return set()
     return set(used_labels)
@@ -299,7 +311,9 @@ def _muon_is_no_role(owner: str, argument: str) -> ValueError:
     )
 
 
-def _wrong_roles(owner: str, argument: str, roles: list[str], expected_roles: set[str]) -> ValueError:
+def _wrong_roles(
+    owner: str, argument: str, roles: list[str], expected_roles: set[str]
+) -> ValueError:
     """Return the error for a dict with other roles than expected, such as ``{"embeding": 0.3, "head": 0.002}``.
 
     The error suggests "embedding" for a misspelled role. It has a hint if no parameter has the role "head", because a
@@ -369,7 +383,9 @@ def muon_with_adamw(
     >>> params = {"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4)}
     >>> list(tx.init(params))
     ['adamw', 'muon']
-    >>> tx = muon_with_adamw(0.001, {"embedding": 0.3}, labels=default_labels_by_name(params, roles=True))
+    >>> tx = muon_with_adamw(
+    ...     0.001, {"embedding": 0.3}, labels=default_labels_by_name(params, roles=True)
+    ... )
     >>> list(tx.init(params))
     ['embedding', 'hidden']
     """
@@ -448,4 +464,6 @@ def muonclip(
     >>> list(tx.init({name: torch.zeros(4, 4) for name in names}))
     ['partition', 'qk_clip']
     """
-    return chain(muon_with_adamw(learning_rate, adamw_learning_rate, **options), qk_clip(heads, tau, alpha))
+    return chain(
+        muon_with_adamw(learning_rate, adamw_learning_rate, **options), qk_clip(heads, tau, alpha)
+    )

@@ -28,7 +28,9 @@ def words_of(text: str) -> tuple[int, int]:
 def pages() -> list[Path]:
     """README.md, CONTRIBUTING.md and the pages of docs/ without docs/api/, decision records last."""
     written = [
-        path for path in (ROOT / "docs").rglob("*.md") if "api" not in path.parts and "notebooks" not in path.parts
+        path
+        for path in (ROOT / "docs").rglob("*.md")
+        if "api" not in path.parts and "notebooks" not in path.parts
     ]
     written.sort(key=lambda path: ("decisions" in path.parts, path))
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *written]

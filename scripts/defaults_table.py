@@ -23,14 +23,34 @@ ROWS: list[tuple[str, Place, Place, Place]] = [
     ),
     ("AdamW, Nesterov", (optax.adamw, "nesterov"), None, (mfx.adamw, "nesterov")),
     ("momentum, decay", None, (torch.optim.SGD, "momentum"), (mfx.momentum, "decay")),
-    ("momentum, Nesterov", (optax.trace, "nesterov"), (torch.optim.SGD, "nesterov"), (mfx.momentum, "nesterov")),
+    (
+        "momentum, Nesterov",
+        (optax.trace, "nesterov"),
+        (torch.optim.SGD, "nesterov"),
+        (mfx.momentum, "nesterov"),
+    ),
     ("momentum, bias correction", (optax.ema, "debias"), None, (mfx.momentum, "debias")),
     ("Lion, weight decay", (optax.lion, "weight_decay"), None, (mfx.lion, "weight_decay")),
-    ("RMS, decay", (optax.scale_by_rms, "decay"), (torch.optim.RMSprop, "alpha"), (mfx.scale_by_rms, "decay")),
-    ("RMS, epsilon within the root", (optax.scale_by_rms, "eps_in_sqrt"), None, (mfx.scale_by_rms, "eps_in_sqrt")),
+    (
+        "RMS, decay",
+        (optax.scale_by_rms, "decay"),
+        (torch.optim.RMSprop, "alpha"),
+        (mfx.scale_by_rms, "decay"),
+    ),
+    (
+        "RMS, epsilon within the root",
+        (optax.scale_by_rms, "eps_in_sqrt"),
+        None,
+        (mfx.scale_by_rms, "eps_in_sqrt"),
+    ),
     ("Muon, learning rate", None, (torch.optim.Muon, "lr"), (mfx.muon, "learning_rate")),
     ("Muon, momentum", (contrib.muon, "beta"), (torch.optim.Muon, "momentum"), (mfx.muon, "decay")),
-    ("Muon, Nesterov", (contrib.muon, "nesterov"), (torch.optim.Muon, "nesterov"), (mfx.muon, "nesterov")),
+    (
+        "Muon, Nesterov",
+        (contrib.muon, "nesterov"),
+        (torch.optim.Muon, "nesterov"),
+        (mfx.muon, "nesterov"),
+    ),
     (
         "Muon, coefficients",
         (contrib.muon, "ns_coeffs"),
@@ -43,11 +63,26 @@ ROWS: list[tuple[str, Place, Place, Place]] = [
         (torch.optim.Muon, "weight_decay"),
         (mfx.muon, "weight_decay"),
     ),
-    ("Muon for all, weight decay", (contrib.muon, "weight_decay"), None, (mfx.muon_with_adamw, "weight_decay")),
-    ("its AdamW, weight decay", (contrib.muon, "adam_weight_decay"), None, (mfx.muon_with_adamw, "adamw_weight_decay")),
+    (
+        "Muon for all, weight decay",
+        (contrib.muon, "weight_decay"),
+        None,
+        (mfx.muon_with_adamw, "weight_decay"),
+    ),
+    (
+        "its AdamW, weight decay",
+        (contrib.muon, "adam_weight_decay"),
+        None,
+        (mfx.muon_with_adamw, "adamw_weight_decay"),
+    ),
     ("its AdamW, second decay", (contrib.muon, "adam_b2"), None, (mfx.muon_with_adamw, "adam")),
     ("its AdamW, Nesterov", (contrib.muon, "nesterov"), None, (mfx.muon_with_adamw, "adam")),
-    ("Prodigy, weight decay", (contrib.prodigy, "weight_decay"), None, (mfx.contrib.scale_by_prodigy, "weight_decay")),
+    (
+        "Prodigy, weight decay",
+        (contrib.prodigy, "weight_decay"),
+        None,
+        (mfx.contrib.scale_by_prodigy, "weight_decay"),
+    ),
 ]
 
 

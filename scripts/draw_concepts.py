@@ -20,7 +20,16 @@ class Picture:
     title: str
     parts: list[str] = field(default_factory=list)
 
-    def text(self, x: float, y: float, text: str, color: str = GRAY, size: int = 13, anchor: str = "middle", **kw: str):
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        color: str = GRAY,
+        size: int = 13,
+        anchor: str = "middle",
+        **kw: str,
+    ):
         """Add one line of text, with its middle (or start, or end) at x and its baseline at y."""
         style = MONO if kw.get("mono") else "font-family='system-ui, sans-serif'"
         weight = " font-weight='600'" if kw.get("bold") else ""
@@ -29,7 +38,16 @@ class Picture:
             f"{text}</text>"
         )
 
-    def box(self, x: float, y: float, w: float, h: float, color: str = BLUE, fill: float = 0.12, radius: int = 6):
+    def box(
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        color: str = BLUE,
+        fill: float = 0.12,
+        radius: int = 6,
+    ):
         """Add a rectangle with a pale fill."""
         self.parts.append(
             f"<rect x='{x}' y='{y}' width='{w}' height='{h}' rx='{radius}' stroke='{color}' stroke-width='1.5' "
@@ -51,7 +69,16 @@ class Picture:
             f"<polyline points='{path}' fill='none' stroke='{color}' stroke-width='1.5'{dash} marker-end='url(#head)'/>"
         )
 
-    def grid(self, x: float, y: float, rows: int, columns: int, cell: int, color: str = GRAY, fill: float = 0.0):
+    def grid(
+        self,
+        x: float,
+        y: float,
+        rows: int,
+        columns: int,
+        cell: int,
+        color: str = GRAY,
+        fill: float = 0.0,
+    ):
         """Add a matrix of empty cells."""
         for row in range(rows):
             for column in range(columns):
@@ -66,12 +93,18 @@ class Picture:
             f"orient='auto'><path d='M0,0 L8,4 L0,8 z' fill='{GRAY}'/></marker></defs>\n"
         )
         TARGET.mkdir(parents=True, exist_ok=True)
-        (TARGET / f"{name}.svg").write_text(head + "\n".join(self.parts) + "\n</svg>\n", encoding="utf-8")
+        (TARGET / f"{name}.svg").write_text(
+            head + "\n".join(self.parts) + "\n</svg>\n", encoding="utf-8"
+        )
 
 
 def step():
     """Draw the path of a gradient to the arithmetic of a transform; the page explains each numbered arrow."""
-    p = Picture(720, 446, "The path of a gradient: checks, the placed transform in three ways, and the updates")
+    p = Picture(
+        720,
+        446,
+        "The path of a gradient: checks, the placed transform in three ways, and the updates",
+    )
 
     def numbered(number: int, *points: tuple[float, float]):
         p.arrow(*points)
@@ -87,7 +120,14 @@ def step():
     numbered(1, (100, 78), (100, 328))
     numbered(2, (330, 78), (330, 116))
     numbered(3, (580, 78), (580, 116))
-    p.node(210, 118, 490, "placement/: the placed transform", "part by part, bucket by bucket", color=BLUE)
+    p.node(
+        210,
+        118,
+        490,
+        "placement/: the placed transform",
+        "part by part, bucket by bucket",
+        color=BLUE,
+    )
     for place, (name, lines) in enumerate(
         (
             ("elementwise", ("runs on local shards",)),
@@ -101,7 +141,14 @@ def step():
         for line, text in enumerate(lines):
             p.text(x + 75, 277 + 16 * line, text, size=12)
         numbered(7, (x + 75, 300), (x + 75, 328))
-    p.node(20, 330, 680, "transforms/ and polar/", "the arithmetic of a leaf or of a stack of matrices", color=GREEN)
+    p.node(
+        20,
+        330,
+        680,
+        "transforms/ and polar/",
+        "the arithmetic of a leaf or of a stack of matrices",
+        color=GREEN,
+    )
     numbered(8, (360, 392), (360, 418))
     p.text(360, 436, "updates and new state", size=13, bold="yes")
     p.save("step")
@@ -109,7 +156,9 @@ def step():
 
 def transform():
     """Draw the two pure functions of a transform: init, called once, and update, called at each step."""
-    p = Picture(720, 190, "init creates a state from parameters; update returns updates and the next state")
+    p = Picture(
+        720, 190, "init creates a state from parameters; update returns updates and the next state"
+    )
     p.node(20, 20, 90, "params", color=GRAY)
     p.node(170, 20, 90, "init")
     p.node(320, 20, 90, "state", "a tree of tensors", color=GREEN)
@@ -132,7 +181,9 @@ def transform():
 
 def chain():
     """Draw a chain that contains a partition, with the state of each part below it."""
-    p = Picture(860, 210, "A chain: clipping, then a partition of Muon and Adam, then the learning rate")
+    p = Picture(
+        860, 210, "A chain: clipping, then a partition of Muon and Adam, then the learning rate"
+    )
     p.text(40, 82, "gradients", anchor="middle")
     p.arrow((76, 77), (98, 77))
     p.node(100, 60, 130, "clip", "no state")
@@ -149,13 +200,20 @@ def chain():
     p.node(660, 60, 110, "rate", "count")
     p.arrow((770, 77), (796, 77))
     p.text(826, 82, "updates", ORANGE)
-    p.text(430, 200, "the state is a dict by names of transforms; a partition has an entry for each label", size=12)
+    p.text(
+        430,
+        200,
+        "the state is a dict by names of transforms; a partition has an entry for each label",
+        size=12,
+    )
     p.save("chain")
 
 
 def locality():
     """Draw the part of the input that one element of the output depends on, for each locality."""
-    p = Picture(760, 200, "One element of the output, and the inputs that it depends on for each locality")
+    p = Picture(
+        760, 200, "One element of the output, and the inputs that it depends on for each locality"
+    )
     cell = 13
 
     def leaf(x: float, y: float, stack: int, seen: str, chosen: bool = True):
@@ -168,7 +226,11 @@ def locality():
         if chosen:
             p.box(x + 2 * cell, y + 12 * (stack - 1) + cell, cell, cell, ORANGE, 0.95, radius=0)
 
-    places = ((20, "ELEMENT", "momentum, Adam"), (190, "MATRIX", "a matrix of a stack"), (360, "LEAF", "orthogonalize"))
+    places = (
+        (20, "ELEMENT", "momentum, Adam"),
+        (190, "MATRIX", "a matrix of a stack"),
+        (360, "LEAF", "orthogonalize"),
+    )
     for x, name, example in places:
         leaf(x + 15, 40, 3, {"ELEMENT": "none", "MATRIX": "matrix", "LEAF": "leaf"}[name])
         p.text(x + 60, 24, name, BLUE, mono="yes", bold="yes")
@@ -187,7 +249,9 @@ def locality():
 def owner():
     """Draw a matrix sharded over four ranks, which is gathered on its owner, orthogonalized once and scattered."""
     p = Picture(
-        800, 230, "Four ranks hold a shard each; the owner gathers the matrix, computes once, scatters the result"
+        800,
+        230,
+        "Four ranks hold a shard each; the owner gathers the matrix, computes once, scatters the result",
     )
     colors = (BLUE, ORANGE, GREEN, "#b0568f")
     for rank, color in enumerate(colors):
@@ -207,7 +271,9 @@ def owner():
         y = 20 + 46 * rank
         p.arrow((672, 60 + 24 * rank), (708, y + 17))
         p.box(710, y, 70, 34, color)
-    p.text(400, 222, "momentum before it and weight decay after it run on the local shards", size=12)
+    p.text(
+        400, 222, "momentum before it and weight decay after it run on the local shards", size=12
+    )
     p.save("owner")
 
 
@@ -226,13 +292,22 @@ def polynomials():
     sigma = torch.logspace(-3, 0, 400, dtype=torch.float64)
     figure, axes = pyplot.subplots(figsize=(7.4, 2.9))
     for name, color in (("keller", ORANGE), ("polar_express_5", BLUE)):
-        axes.plot(sigma, polar.scalar_polynomial(name, sigma), color=color, linewidth=1.3, label=name)
+        axes.plot(
+            sigma, polar.scalar_polynomial(name, sigma), color=color, linewidth=1.3, label=name
+        )
     axes.axhline(1.0, color=GRAY, linewidth=0.8, linestyle=":")
-    axes.set(xscale="log", xlabel="singular value before, over the Frobenius norm", ylabel="after", ylim=(0, 1.3))
+    axes.set(
+        xscale="log",
+        xlabel="singular value before, over the Frobenius norm",
+        ylabel="after",
+        ylim=(0, 1.3),
+    )
     axes.legend(frameon=False, loc="lower right")
     for name, width in (("polynomials", 7.4), ("polynomials-narrow", 4.4)):
         figure.set_size_inches(width, 2.9)
-        figure.savefig(TARGET / f"{name}.svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+        figure.savefig(
+            TARGET / f"{name}.svg", transparent=True, bbox_inches="tight", metadata={"Date": None}
+        )
 
 
 if __name__ == "__main__":

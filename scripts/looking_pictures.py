@@ -45,19 +45,29 @@ def pictures() -> dict[str, Axes]:
     mfx.plot.plot_polynomial("keller", ax=found["looking-polynomial"])
 
     matrix = params["blocks.0.mlp.up"] @ torch.diag(torch.logspace(0, -2, 64))
-    found["looking-spectrum"] = mfx.plot.plot_spectrum(matrix, mfx.polar.orthogonalize(matrix, dtype=torch.float32))
+    found["looking-spectrum"] = mfx.plot.plot_spectrum(
+        matrix, mfx.polar.orthogonalize(matrix, dtype=torch.float32)
+    )
 
-    fp32 = mfx.orthogonalize(dtype=torch.float32)  # with "auto", the plan would depend on the machine
+    fp32 = mfx.orthogonalize(
+        dtype=torch.float32
+    )  # with "auto", the plan would depend on the machine
     muon = mfx.muon_with_adamw(0.02, 0.003, orthogonalize=fp32, labels=labels)
     tx = mfx.chain(
-        mfx.monitor("gradients", ("rms",), by_leaf=True), muon, mfx.monitor("updates", ("rms",), by_leaf=True)
+        mfx.monitor("gradients", ("rms",), by_leaf=True),
+        muon,
+        mfx.monitor("updates", ("rms",), by_leaf=True),
     )
-    grads = {name: 0.003 * (1 + place % 5) * param for place, (name, param) in enumerate(params.items())}
+    grads = {
+        name: 0.003 * (1 + place % 5) * param for place, (name, param) in enumerate(params.items())
+    }
     _, state = tx.update(grads, tx.init(params), params)
     found["looking-rms"] = mfx.plot.plot_update_rms(state)
 
     parts = {
-        "muon": mfx.chain(mfx.momentum(dtype=torch.bfloat16), mfx.orthogonalize(), mfx.scale(-0.02)),
+        "muon": mfx.chain(
+            mfx.momentum(dtype=torch.bfloat16), mfx.orthogonalize(), mfx.scale(-0.02)
+        ),
         "adamw": mfx.chain(mfx.scale_by_adam(), mfx.scale(-0.003)),
     }
     found["looking-memory"] = mfx.plot.plot_state_memory(mfx.partition(parts, labels).init(params))

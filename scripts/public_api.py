@@ -42,7 +42,9 @@ class Symbol:
     @property
     def is_data(self) -> bool:
         """True for a value or a type alias, which is documented by the string below its assignment."""
-        return self.object is Any or not (inspect.isclass(self.object) or inspect.isroutine(self.object))
+        return self.object is Any or not (
+            inspect.isclass(self.object) or inspect.isroutine(self.object)
+        )
 
     @property
     def docstring(self) -> str:
@@ -67,7 +69,9 @@ class Symbol:
     @property
     def assigned(self) -> str:
         """Right-hand side of the assignment of a value or an alias, in one line."""
-        return ast.unparse(next(node.value for node in _assignments(self.module, self.name) if node.value))
+        return ast.unparse(
+            next(node.value for node in _assignments(self.module, self.name) if node.value)
+        )
 
 
 @functools.cache
@@ -80,7 +84,9 @@ def _assignments(module: str, name: str) -> list[ast.Assign | ast.AnnAssign]:
     found: list[ast.Assign | ast.AnnAssign] = []
     for node in _syntax(module).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if isinstance(node, ast.Assign | ast.AnnAssign) and any(getattr(t, "id", None) == name for t in targets):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and any(
+            getattr(t, "id", None) == name for t in targets
+        ):
             found.append(node)
     return found
 
@@ -88,7 +94,9 @@ def _assignments(module: str, name: str) -> list[ast.Assign | ast.AnnAssign]:
 def _home(module: str, name: str) -> str:
     """Return the module that assigns a value, found by following imports."""
     for node in _syntax(module).body:
-        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+        if isinstance(node, ast.ImportFrom) and any(
+            (alias.asname or alias.name) == name for alias in node.names
+        ):
             assert node.module, f"{module} imports {name} relatively"
             return _home(node.module, name)
     return module
@@ -96,9 +104,16 @@ def _home(module: str, name: str) -> str:
 
 def public_modules() -> list[ModuleType]:
     """Return the package, its folders (those in its `__all__` first), and the files in their `__all__`."""
-    folders = [info.name for info in pkgutil.iter_modules(muonfx.__path__) if info.ispkg and info.name[0] != "_"]
+    folders = [
+        info.name
+        for info in pkgutil.iter_modules(muonfx.__path__)
+        if info.ispkg and info.name[0] != "_"
+    ]
     folders.sort(key=lambda name: name not in muonfx.__all__)
-    found: list[ModuleType] = [muonfx, *(importlib.import_module(f"muonfx.{name}") for name in folders)]
+    found: list[ModuleType] = [
+        muonfx,
+        *(importlib.import_module(f"muonfx.{name}") for name in folders),
+    ]
     for face in tuple(found):
         for name in getattr(face, "__all__", ()):
             member = getattr(face, name)
@@ -116,7 +131,9 @@ def symbols() -> tuple[Symbol, ...]:
             member = getattr(face, name)
             if name.startswith("_") or isinstance(member, ModuleType):
                 continue
-            symbol = Symbol(f"{face.__name__}.{name}", getattr(member, "__module__", face.__name__), member)
+            symbol = Symbol(
+                f"{face.__name__}.{name}", getattr(member, "__module__", face.__name__), member
+            )
             if symbol.is_data:
                 symbol = Symbol(symbol.path, _home(face.__name__, name), member)
             found.setdefault(f"{symbol.module}.{name}", symbol)
@@ -136,5 +153,7 @@ def symbols_of(*modules: str) -> list[Symbol]:
             raise LookupError(
                 f"found no public name in {module}, expected one: add it to the `__all__` of a public module"
             )
-        found += sorted(own, key=lambda symbol: (symbol.module, symbol.name.endswith("State"), symbol.line))
+        found += sorted(
+            own, key=lambda symbol: (symbol.module, symbol.name.endswith("State"), symbol.line)
+        )
     return found

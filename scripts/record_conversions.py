@@ -56,7 +56,8 @@ class _Recorder:
         torch.Tensor.bfloat16 = torch.Tensor.float
         start = values("parameters")
         self.params = {
-            name: torch.nn.Parameter(torch.tensor(start[name]).view(shape)) for name, shape in SHAPES.items()
+            name: torch.nn.Parameter(torch.tensor(start[name]).view(shape))
+            for name, shape in SHAPES.items()
         }
         self.optimizer = make(self.params)
 
@@ -84,7 +85,9 @@ class _Recorder:
         }
 
     def _names(self, group: Any) -> list[str]:
-        return [name for param in group["params"] for name, own in self.params.items() if own is param]
+        return [
+            name for param in group["params"] for name, own in self.params.items() if own is param
+        ]
 
 
 def _plain(value: Any) -> Any:
@@ -97,7 +100,9 @@ def _plain(value: Any) -> Any:
 
 
 def _import(path: str, stubs: tuple[str, ...] = ()) -> Any:
-    importlib.import_module("torch._dynamo")  # it inspects imported modules and fails on stubs, so it comes first
+    importlib.import_module(
+        "torch._dynamo"
+    )  # it inspects imported modules and fails on stubs, so it comes first
     for name in stubs:
         sys.modules.setdefault(name, MagicMock())
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -125,9 +130,13 @@ def moonlight(path: str) -> dict[str, Any]:
     module = _import(path, ("loguru", "datasets", "transformers", "tqdm"))
 
     def make(p: Any) -> Any:
-        return module.Muon(lr=NUMBERS["lr"], wd=0.1, muon_params=[p["up"], p["down"]], adamw_params=[p["bias"]])
+        return module.Muon(
+            lr=NUMBERS["lr"], wd=0.1, muon_params=[p["up"], p["down"]], adamw_params=[p["bias"]]
+        )
 
-    return _Recorder(make).record("https://github.com/MoonshotAI/Moonlight c2ad5b20 examples/toy_train.py")
+    return _Recorder(make).record(
+        "https://github.com/MoonshotAI/Moonlight c2ad5b20 examples/toy_train.py"
+    )
 
 
 def dion(path: str) -> dict[str, Any]:
@@ -137,7 +146,10 @@ def dion(path: str) -> dict[str, Any]:
     def make(p: Any) -> Any:
         scalars = {"params": [p["bias"]], "algorithm": "adamw", "lr": NUMBERS["adam_lr"]}
         return module.Muon(
-            [{"params": [p["up"], p["down"]]}, scalars], lr=NUMBERS["lr"], nesterov=True, weight_decay=0.1
+            [{"params": [p["up"], p["down"]]}, scalars],
+            lr=NUMBERS["lr"],
+            nesterov=True,
+            weight_decay=0.1,
         )
 
     return _Recorder(make).record("https://github.com/microsoft/dion 0a059a45 dion/muon.py")
@@ -147,7 +159,9 @@ def main() -> None:
     kind, *path = sys.argv[1:]
     makers = {"keller": keller, "moonlight": moonlight, "dion": dion}
     FOLDER.mkdir(parents=True, exist_ok=True)
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in makers[kind](*path).items()]
+    lines = [
+        f"{json.dumps(key)}: {json.dumps(value)}" for key, value in makers[kind](*path).items()
+    ]
     (FOLDER / f"{kind}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 

@@ -25,31 +25,81 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 DATA, TABLES = DOCS / "routed-models.csv", DOCS / "assets" / "routed-models.html"
 COLUMNS = ["parameter", "shape", "label", "matrices", "stored", "rule"]
 Settings = dict[str, object]
-BERT: Settings = {"hidden_size": 32, "vocab_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1}
+BERT: Settings = {
+    "hidden_size": 32,
+    "vocab_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+}
 BERT |= {"intermediate_size": 48, "pad_token_id": 0}
 TEXT: Settings = BERT | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
 IMAGE: Settings = BERT | {"image_size": 8, "patch_size": 4, "num_labels": 10}
 EXPERTS: Settings = TEXT | {"num_experts": 4, "moe_intermediate_size": 24}
 LOCAL: Settings = TEXT | {"num_local_experts": 4}
 GPT2: Settings = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 96}
-DEEPSEEK: Settings = EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-DEEPSEEK |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+DEEPSEEK: Settings = EXPERTS | {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+DEEPSEEK |= {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 KIMI: Settings = DEEPSEEK | {"layer_types": ["linear_attention", "full_attention"]}
 LLAMA4: Settings = LOCAL | {"intermediate_size_mlp": 48, "interleave_moe_layer_step": 2}
-JAMBA: Settings = EXPERTS | {"mamba_d_state": 4, "mamba_dt_rank": 4, "mamba_expand": 2, "attn_layer_period": 2}
+JAMBA: Settings = EXPERTS | {
+    "mamba_d_state": 4,
+    "mamba_dt_rank": 4,
+    "mamba_expand": 2,
+    "attn_layer_period": 2,
+}
 JAMBA |= {"attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
-MAMBA2: Settings = {"hidden_size": 32, "vocab_size": 96, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8}
+MAMBA2: Settings = {
+    "hidden_size": 32,
+    "vocab_size": 96,
+    "num_hidden_layers": 2,
+    "num_heads": 8,
+    "head_dim": 8,
+}
 MAMBA2 |= {"state_size": 4, "n_groups": 2}
 QWEN_NEXT: Settings = EXPERTS | {"shared_expert_intermediate_size": 24, "linear_key_head_dim": 8}
 QWEN_NEXT |= {"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 QWEN_NEXT |= {"layer_types": ["linear_attention", "full_attention"]}
-T5: Settings = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 1, "vocab_size": 96}
-WHISPER: Settings = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 96, "num_mel_bins": 16}
-WHISPER |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+T5: Settings = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_heads": 4,
+    "num_layers": 1,
+    "vocab_size": 96,
+}
+WHISPER: Settings = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "vocab_size": 96,
+    "num_mel_bins": 16,
+}
+WHISPER |= {
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
 WHISPER |= {"pad_token_id": 0}
 SPEECH: Settings = BERT | {"conv_dim": (16, 16), "conv_kernel": (3, 3), "conv_stride": (2, 2)}
 SPEECH |= {"num_feat_extract_layers": 2}
-RESNET: Settings = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1], "num_labels": 10}
+RESNET: Settings = {
+    "embedding_size": 8,
+    "hidden_sizes": [16, 32],
+    "depths": [1, 1],
+    "num_labels": 10,
+}
 CONVNEXT: Settings = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "num_labels": 10}
 
 MODELS: dict[str, tuple[str, str, Settings]] = {
@@ -72,7 +122,11 @@ MODELS: dict[str, tuple[str, str, Settings]] = {
     "GPT-NeoX": ("GPTNeoXConfig", "GPTNeoXForCausalLM", BERT),
     "Falcon": ("FalconConfig", "FalconForCausalLM", BERT | {"multi_query": True}),
     "Persimmon": ("PersimmonConfig", "PersimmonForCausalLM", BERT),
-    "Bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 32, "n_head": 4, "n_layer": 1, "vocab_size": 96}),
+    "Bloom": (
+        "BloomConfig",
+        "BloomForCausalLM",
+        {"hidden_size": 32, "n_head": 4, "n_layer": 1, "vocab_size": 96},
+    ),
     "BERT, for pretraining": ("BertConfig", "BertForPreTraining", BERT),
     "ModernBERT": ("ModernBertConfig", "ModernBertForMaskedLM", BERT),
     "T5": ("T5Config", "T5ForConditionalGeneration", T5),
@@ -107,7 +161,16 @@ def rows(model: nn.Module) -> list[list[str]]:
 def as_csv(models: dict[str, list[list[str]]]) -> str:
     """The rows of all models as CSV. A column that a table of `describe` does not have is empty.
 
-    >>> print(as_csv({"M": [["parameter", "shape", "label", "rule"], ["up.weight", "4 x 2", "muon", "hidden"]]}))
+    >>> print(
+    ...     as_csv(
+    ...         {
+    ...             "M": [
+    ...                 ["parameter", "shape", "label", "rule"],
+    ...                 ["up.weight", "4 x 2", "muon", "hidden"],
+    ...             ]
+    ...         }
+    ...     )
+    ... )
     model,parameter,shape,label,matrices,stored,rule
     M,up.weight,4 x 2,muon,,,hidden
     <BLANKLINE>

@@ -47,7 +47,8 @@ def text_of(cell: Any) -> str:
     return "".join(
         output.get("text", "") + str(output.get("data", {}).get("text/plain", ""))
         for output in outputs
-        if "image/png" not in output.get("data", {}) and "image/svg+xml" not in output.get("data", {})
+        if "image/png" not in output.get("data", {})
+        and "image/svg+xml" not in output.get("data", {})
     )
 
 
@@ -58,7 +59,9 @@ def execute(path: Path, *, limit: float = LIMIT, write: bool = False) -> Result:
     before = [text_of(cell) for cell in notebook.cells]
     client = NotebookClient(
         notebook,
-        timeout_func=lambda cell: max(1, round(start + limit - time.monotonic())),  # time left for this cell
+        timeout_func=lambda cell: max(
+            1, round(start + limit - time.monotonic())
+        ),  # time left for this cell
         kernel_name="python3",
         coalesce_streams=True,  # the split of output into messages is random
         resources={"metadata": {"path": str(path.resolve().parent)}},
@@ -74,7 +77,11 @@ def execute(path: Path, *, limit: float = LIMIT, write: bool = False) -> Result:
     seconds = time.monotonic() - start
     if error is None and seconds > limit:
         error = f"took {seconds:.1f} s, expected at most {limit:g} s (--limit)"
-    changed = [at for at, (cell, text) in enumerate(zip(notebook.cells, before, strict=True)) if text_of(cell) != text]
+    changed = [
+        at
+        for at, (cell, text) in enumerate(zip(notebook.cells, before, strict=True))
+        if text_of(cell) != text
+    ]
     if write and error is None:
         for cell in notebook.cells:
             cell.metadata.pop("execution", None)  # timestamps: noise in a diff
@@ -97,28 +104,47 @@ def shrink(png: str) -> str:
 
 def running(notebook: Any) -> str:
     """Return the source of the last cell that started."""
-    started = [cell for cell in notebook.cells if "iopub.execute_input" in cell.metadata.get("execution", {})]
+    started = [
+        cell
+        for cell in notebook.cells
+        if "iopub.execute_input" in cell.metadata.get("execution", {})
+    ]
     return started[-1].source if started else "(none had started)"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "notebooks", nargs="*", type=Path, help="notebooks to run; default: all in notebooks/ and its experiments"
+        "notebooks",
+        nargs="*",
+        type=Path,
+        help="notebooks to run; default: all in notebooks/ and its experiments",
     )
     parser.add_argument("--write", action="store_true", help="save the new outputs")
     parser.add_argument(
-        "--limit", type=float, default=LIMIT, help="time limit for one notebook in seconds (default: %(default)g)"
+        "--limit",
+        type=float,
+        default=LIMIT,
+        help="time limit for one notebook in seconds (default: %(default)g)",
     )
-    parser.add_argument("--workers", type=int, default=1, help="how many notebooks run at a time (default: 1)")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="how many notebooks run at a time (default: 1)"
+    )
     arguments = parser.parse_args()
     failed = False
     paths = find(arguments.notebooks)
     run = functools.partial(execute, limit=arguments.limit, write=arguments.write)
     with ThreadPoolExecutor(1 if arguments.write else arguments.workers) as pool:
         for path, result in zip(paths, pool.map(run, paths), strict=True):
-            note = f"; changed text in cells {result.changed}" if result.changed and not result.error else ""
-            print(f"{'FAILED' if result.error else 'ok':6} {path.name} ({result.seconds:.0f} s){note}", flush=True)
+            note = (
+                f"; changed text in cells {result.changed}"
+                if result.changed and not result.error
+                else ""
+            )
+            print(
+                f"{'FAILED' if result.error else 'ok':6} {path.name} ({result.seconds:.0f} s){note}",
+                flush=True,
+            )
             if result.error:
                 failed = True
                 print(result.error, file=sys.stderr)

@@ -22,7 +22,9 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 def rows_of_page() -> list[dict[str, Any]]:
     """Run the code of the page up to its study, and return the rows."""
     page = (DOCS / "studies.md").read_text(encoding="utf-8")
-    code = re.findall(r"^```python\n(.*?)^```", page.partition("## Rows and pictures")[0], flags=re.M | re.S)
+    code = re.findall(
+        r"^```python\n(.*?)^```", page.partition("## Rows and pictures")[0], flags=re.M | re.S
+    )
     names: dict[str, Any] = {}
     exec("\n".join(code), names)
     return names["rows"]
@@ -32,7 +34,10 @@ def main(folder: Path = DOCS / "assets") -> None:
     """Write both pictures to a folder, each in two widths."""
     rows = rows_of_page()
     with mfx.plot.style():
-        for name, plot in (("study-rates", mfx.plot.plot_rates), ("study-losses", mfx.plot.plot_losses)):
+        for name, plot in (
+            ("study-rates", mfx.plot.plot_rates),
+            ("study-losses", mfx.plot.plot_losses),
+        ):
             figure = plot(rows).figure
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
             figure.set_size_inches(NARROW, figure.get_size_inches()[1])

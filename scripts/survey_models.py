@@ -30,7 +30,15 @@ import muonfx as mfx
 
 RECORD = Path(__file__).with_suffix(".json")
 LAYER_COUNTS = frozenset(
-    {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth"}
+    {
+        "num_hidden_layers",
+        "num_layers",
+        "n_layer",
+        "n_layers",
+        "encoder_layers",
+        "decoder_layers",
+        "depth",
+    }
     | {"num_encoder_layers", "num_decoder_layers", "encoder_num_layers", "decoder_num_layers"}
 )
 LAYERS = 2
@@ -97,7 +105,10 @@ def survey(names: list[str], count: int) -> Iterator[tuple[str, Roles]]:
                 warnings.simplefilter("ignore")
                 roles = roles_of(build(name))
         except Exception as error:  # a default configuration may be incomplete in any way
-            print(f"{name}: not built: {type(error).__name__}: {str(error).splitlines()[:1]}", file=sys.stderr)
+            print(
+                f"{name}: not built: {type(error).__name__}: {str(error).splitlines()[:1]}",
+                file=sys.stderr,
+            )
             continue
         built += 1
         yield name, roles
@@ -116,8 +127,12 @@ def differences(name: str, recorded: Roles | None, roles: Roles) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=int, default=150, help="the number of random models (default: 150)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", type=int, default=150, help="the number of random models (default: 150)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="chooses the models (default: 0)")
     parser.add_argument("--print", action="store_true", help="print the role of every matrix")
     parser.add_argument("--write", action="store_true", help="write the roles to the record")
@@ -125,7 +140,9 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     names = class_names()
     random.Random(arguments.seed).shuffle(names)
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"transformers": None, "models": {}}
+    record = (
+        json.loads(RECORD.read_text()) if RECORD.exists() else {"transformers": None, "models": {}}
+    )
     surveyed = dict(survey(names, arguments.models))
     changed: list[str] = []
     for name, roles in sorted(surveyed.items()):

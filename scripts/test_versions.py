@@ -16,15 +16,31 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "tested-versions.md"
 TESTS = [
-    *("core", "polar", "optimizer", "placement", "sharding", "transforms", "routing", "trajectories"),
-    *("checkpoint/test_round_trip.py", "test_core.py", "test_wrong_arguments.py", "test_chain_algebra.py"),
+    *(
+        "core",
+        "polar",
+        "optimizer",
+        "placement",
+        "sharding",
+        "transforms",
+        "routing",
+        "trajectories",
+    ),
+    *(
+        "checkpoint/test_round_trip.py",
+        "test_core.py",
+        "test_wrong_arguments.py",
+        "test_chain_algebra.py",
+    ),
 ]
 PACKAGES = ["numpy", "pytest>=9", "pytest-timeout", "pytest-xdist"]
 
 
 def oldest_torch() -> str:
     """Return the lower bound of torch in pyproject.toml, for example ``2.10``."""
-    return re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[0]
+    return re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        0
+    ]
 
 
 def installed_python(requirement: str) -> Path:
@@ -34,7 +50,18 @@ def installed_python(requirement: str) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    command = [python, "-m", "pip", "install", "-q", "--upgrade", "-e", ".[examples,testing]", requirement, *PACKAGES]
+    command = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--upgrade",
+        "-e",
+        ".[examples,testing]",
+        requirement,
+        *PACKAGES,
+    ]
     subprocess.run(command, cwd=ROOT, check=True)
     return python
 
@@ -47,7 +74,19 @@ def build_of(python: Path) -> str:
 
 def run_tests(python: Path, options: list[str]) -> tuple[bool, str]:
     """Run the tests; return True if they passed, and the counts of pytest's last line."""
-    command = [python, "-m", "pytest", "-q", "-n", "2", "--timeout", "600", "-m", "not slow and not engines", *options]
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "--timeout",
+        "600",
+        "-m",
+        "not slow and not engines",
+        *options,
+    ]
     command += [f"tests/{test}" for test in TESTS]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -86,9 +125,13 @@ def with_row(page: str, python_version: str, build: str, result: str, date: str)
 def main() -> None:
     """Test each release, write a row for each to the page, and exit with an error if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--torch", help="one release, such as 2.11.0; default: the oldest supported and the newest")
+    parser.add_argument(
+        "--torch", help="one release, such as 2.11.0; default: the oldest supported and the newest"
+    )
     options, pytest_options = parser.parse_known_args()
-    releases = [f"torch=={options.torch}"] if options.torch else [f"torch=={oldest_torch()}.0", "torch"]
+    releases = (
+        [f"torch=={options.torch}"] if options.torch else [f"torch=={oldest_torch()}.0", "torch"]
+    )
     all_passed = True
     for requirement in releases:
         python = installed_python(requirement)
@@ -96,7 +139,9 @@ def main() -> None:
         print(f"=== Python {platform.python_version()}, torch {build}", flush=True)
         passed, result = run_tests(python, pytest_options)
         today = datetime.date.today().isoformat()
-        page = with_row(PAGE.read_text(encoding="utf-8"), platform.python_version(), build, result, today)
+        page = with_row(
+            PAGE.read_text(encoding="utf-8"), platform.python_version(), build, result, today
+        )
         PAGE.write_text(page, encoding="utf-8")
         all_passed = all_passed and passed
     sys.exit(not all_passed)

@@ -13,7 +13,9 @@ EXACT = mfx.orthogonalize(coefficients=((1.875, -1.25, 0.375),), steps=40, dtype
 Step = Callable[[int, Tensor, Tensor, dict[str, Any]], Tensor]
 
 
-def assert_follows(tx: mfx.Transform, step: Step, example: Example, *, rtol: float, atol: float) -> None:
+def assert_follows(
+    tx: mfx.Transform, step: Step, example: Example, *, rtol: float, atol: float
+) -> None:
     """Compare parameters after each step with ``step(t, x, g, memory)``, which returns the next x; t begins at 1."""
     params, steps = example
     state, memory = tx.init(params), {name: {} for name in params}

@@ -46,7 +46,10 @@ class Snippet:
 def of_markdown(page: str, text: str) -> Iterator[Snippet]:
     """Yield the fenced blocks and the inline code of a page in Markdown, in order.
 
-    >>> [(snippet.language, snippet.text) for snippet in of_markdown("a.md", "Use `f(1)`:\\n```yaml\\nlr: 2\\n```\\n")]
+    >>> [
+    ...     (snippet.language, snippet.text)
+    ...     for snippet in of_markdown("a.md", "Use `f(1)`:\\n```yaml\\nlr: 2\\n```\\n")
+    ... ]
     [('yaml', 'lr: 2\\n'), ('inline', 'f(1)')]
     """
     for match in FENCE.finditer(text):
@@ -100,7 +103,11 @@ def snippets() -> Iterator[Snippet]:
 
     Records of the past are no pages to copy from: decisions and the changelog.
     """
-    pages = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [
+        ROOT / "README.md",
+        ROOT / "examples" / "README.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]
     for path in pages:
         page = path.relative_to(ROOT).as_posix()
         if not page.startswith(("docs/decisions/", "docs/changelog")):
@@ -119,7 +126,9 @@ def python_of(snippet: Snippet) -> list[ast.Module]:
     """
     text = snippet.text
     if snippet.language == "diff":
-        sides = [[line[2:] for line in text.splitlines() if line[:1] in (mark, " ")] for mark in "-+"]
+        sides = [
+            [line[2:] for line in text.splitlines() if line[:1] in (mark, " ")] for mark in "-+"
+        ]
         return [ast.parse("\n".join(side)) for side in sides]
     if snippet.language == "pycon" or text.lstrip().startswith(">>>"):
         text = "".join(example.source for example in doctest.DocTestParser().get_examples(text))

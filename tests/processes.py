@@ -31,7 +31,9 @@ PATIENCE = 240
 """Timeout for the result of a rank in seconds, longer than any call takes on a busy machine."""
 
 
-def run_python(*words: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    *words: object, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run Python in a fresh process, with one thread and this checkout on its path; require that it succeeds."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, *map(str, words)]
@@ -68,8 +70,16 @@ class Here:
         mesh: mesh of the group with one dim; `grid` is a mesh of all four ranks with two dims.
     """
 
-    def __init__(self, rank: int, size: int, group: Any, background: Any, grid: DeviceMesh | None) -> None:
-        self.rank, self.size, self.group, self.background, self._grid = rank, size, group, background, grid
+    def __init__(
+        self, rank: int, size: int, group: Any, background: Any, grid: DeviceMesh | None
+    ) -> None:
+        self.rank, self.size, self.group, self.background, self._grid = (
+            rank,
+            size,
+            group,
+            background,
+            grid,
+        )
         self.mesh = DeviceMesh.from_group(group, "cpu")
 
     @property
@@ -114,7 +124,9 @@ class World:
     def check(self, size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
         """Call `run` and assert that no rank raised an error."""
         results = self.run(size, function, **arguments)
-        traces = [f"rank {rank}:\n{r.trace}" for rank, r in enumerate(results) if isinstance(r, Failed)]
+        traces = [
+            f"rank {rank}:\n{r.trace}" for rank, r in enumerate(results) if isinstance(r, Failed)
+        ]
         assert not traces, "\n".join(traces)
         return results
 
@@ -140,8 +152,16 @@ def on_ranks(size: int | None = None) -> Callable[[Callable[..., Any]], Any]:
         def test(world: World, **arguments: Any) -> None:
             world.check(arguments.pop("size") if size is None else size, test, **arguments)
 
-        test.__module__, test.__name__, test.__qualname__ = function.__module__, function.__name__, function.__name__
-        names = ["world", *["size"] * (size is None), *list(inspect.signature(function).parameters)[1:]]
+        test.__module__, test.__name__, test.__qualname__ = (
+            function.__module__,
+            function.__name__,
+            function.__name__,
+        )
+        names = [
+            "world",
+            *["size"] * (size is None),
+            *list(inspect.signature(function).parameters)[1:],
+        ]
         keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
         vars(test).update(
             on_rank=function, __signature__=inspect.Signature(keywords)
@@ -159,12 +179,19 @@ def _agree(results: list[Any]) -> bool:
 
 def _all_raised(results: list[Any]) -> bool:
     """Return True if every rank raised an error of the function itself, and none ended or timed out."""
-    return all(isinstance(r, Failed) and not isinstance(r.error, ProcessEnded | TimeoutError) for r in results)
+    return all(
+        isinstance(r, Failed) and not isinstance(r.error, ProcessEnded | TimeoutError)
+        for r in results
+    )
 
 
 def meet(here: Here) -> None:
     """Pass a barrier in each group; fail after 5 seconds if the ranks have started different numbers of collectives."""
-    groups = [here.group, here.background, *(here.grid.get_all_groups() if here.size == WORLD else [])]
+    groups = [
+        here.group,
+        here.background,
+        *(here.grid.get_all_groups() if here.size == WORLD else []),
+    ]
     for group in groups:
         dist.monitored_barrier(group, timeout=timedelta(seconds=5))
 
@@ -180,7 +207,9 @@ class _Running:
         self._task_number = 0
         store = str(Path(self._folder.name) / "store")
         self._processes = [
-            context.Process(target=_serve, args=(rank, size, timeout, store, inbox, self._outbox), daemon=True)
+            context.Process(
+                target=_serve, args=(rank, size, timeout, store, inbox, self._outbox), daemon=True
+            )
             for rank, inbox in enumerate(self._inboxes)
         ]
         # Set before a child imports torch: one thread per process is faster on few cores, and sums have a fixed order.
@@ -197,11 +226,15 @@ class _Running:
         for inbox in self._inboxes:
             inbox.put("connect")
 
-    def run(self, size: int, function: Callable[..., Any], arguments: dict[str, Any], patience: float) -> list[Any]:
+    def run(
+        self, size: int, function: Callable[..., Any], arguments: dict[str, Any], patience: float
+    ) -> list[Any]:
         """Return the answer of each rank, or `Failed` for a rank that ended or gave no answer in time."""
         self._task_number += 1
         # Pickled here, so that tensors share no memory, and a task that cannot be pickled raises in the test.
-        task = pickle.dumps((self._task_number, function.__module__, function.__qualname__, size, arguments))
+        task = pickle.dumps(
+            (self._task_number, function.__module__, function.__qualname__, size, arguments)
+        )
         for inbox in self._inboxes[:size]:
             inbox.put(task)
         found: dict[int, Any] = {}
@@ -214,7 +247,9 @@ class _Running:
                     if (code := self._processes[rank].exitcode) is not None:
                         found[rank] = Failed(ProcessEnded(f"rank {rank} ended with {code}"))
                 if time.monotonic() > until:
-                    waited = TimeoutError(f"{function.__name__}: only ranks {sorted(found)} have answered")
+                    waited = TimeoutError(
+                        f"{function.__name__}: only ranks {sorted(found)} have answered"
+                    )
                     found |= {rank: Failed(waited) for rank in set(range(size)) - found.keys()}
             else:
                 if number == self._task_number:
@@ -223,7 +258,9 @@ class _Running:
 
     def is_in_step(self, size: int) -> bool:
         """Return True if the first `size` ranks can be reused; new processes take ten seconds of processor time."""
-        return not any(isinstance(result, Failed) for result in self.run(size, meet, {}, patience=100))
+        return not any(
+            isinstance(result, Failed) for result in self.run(size, meet, {}, patience=100)
+        )
 
     def close(self) -> None:
         for inbox in self._inboxes:
@@ -249,18 +286,28 @@ def _serve(rank: int, world: int, timeout: float, store: str, inbox: Any, outbox
     outbox.put(rank)
     inbox.get()
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+        "gloo",
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
     )
     sizes = range(1, world + 1)
     groups = {size: dist.new_group(list(range(size))) for size in sizes}
     background = {size: dist.new_group(list(range(size)), backend="gloo") for size in sizes}
-    grid = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("outer", "inner")) if world == WORLD else None
+    grid = (
+        DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("outer", "inner"))
+        if world == WORLD
+        else None
+    )
     places: dict[int, Here] = {}
     while (task := inbox.get()) is not None:
         number, module, name, size, arguments = pickle.loads(task)
         try:
             if size not in places:
-                places[size] = Here(rank, size, groups[size], background[size], grid if size == WORLD else None)
+                places[size] = Here(
+                    rank, size, groups[size], background[size], grid if size == WORLD else None
+                )
             function = getattr(importlib.import_module(module), name)
             answer = pickle.dumps(getattr(function, "on_rank", function)(places[size], **arguments))
         except BaseException as error:
@@ -269,4 +316,6 @@ def _serve(rank: int, world: int, timeout: float, store: str, inbox: Any, outbox
     dist.destroy_process_group()
     outbox.close()
     outbox.join_thread()
-    os._exit(0)  # threads of torch may abort the process while the interpreter exits, or delay it by seconds
+    os._exit(
+        0
+    )  # threads of torch may abort the process while the interpreter exits, or delay it by seconds

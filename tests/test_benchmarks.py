@@ -34,9 +34,13 @@ def test_every_time_has_its_quality_and_results_make_tables_and_plot(
     measure.save("step_quality", step.quality(TINY_SETS, compiled=False))
     for name, keys in (("polar", ("candidate", "shape")), ("step", ("candidate", "case"))):
         rows = {
-            kind: json.loads((results / f"{name}_{kind}.json").read_text())["rows"] for kind in ("speed", "quality")
+            kind: json.loads((results / f"{name}_{kind}.json").read_text())["rows"]
+            for kind in ("speed", "quality")
         }
-        found = {kind: {tuple(str(row[key]) for key in keys) for row in own} for kind, own in rows.items()}
+        found = {
+            kind: {tuple(str(row[key]) for key in keys) for row in own}
+            for kind, own in rows.items()
+        }
         assert {row for row in found["speed"] if not row[0].endswith(" again")} == found["quality"]
         for row in rows["quality"]:
             assert 0 <= row["error"] < 0.5
@@ -70,7 +74,13 @@ def test_the_benchmarks_of_a_gpu_run_and_print_their_rows() -> None:
 
 def gpu_row(candidate: str, **more: object) -> gpu.Row:
     spread = {"median": 2.0, "p10": 1.0, "p90": 3.0}
-    return {"case": "64 x 64", "candidate": candidate, "milliseconds": spread, "ratio": spread, **more}
+    return {
+        "case": "64 x 64",
+        "candidate": candidate,
+        "milliseconds": spread,
+        "ratio": spread,
+        **more,
+    }
 
 
 @pytest.fixture
@@ -82,7 +92,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         raise RuntimeError("out of memory")
 
     made_up = {
-        "newton-schulz": lambda **options: iter([gpu_row("muonfx", error=0.01), gpu_row("plain", error=0.02)]),
+        "newton-schulz": lambda **options: iter(
+            [gpu_row("muonfx", error=0.01), gpu_row("plain", error=0.02)]
+        ),
         "step": lambda **options: iter([gpu_row("muonfx", **{"bytes at the peak": 2**20})]),
         "graph": failing,
     }
@@ -116,12 +128,22 @@ def test_a_gpu_run_keeps_the_rows_before_a_failure_and_writes_its_page(fake_gpu:
 def test_a_part_of_a_gpu_run_replaces_only_its_own_rows(fake_gpu: Path) -> None:
     gpu.main(["newton-schulz"])
     gpu.main(["step"])
-    assert [row["part"] for row in report.load("gpu")["rows"]] == ["newton-schulz", "newton-schulz", "step"]
+    assert [row["part"] for row in report.load("gpu")["rows"]] == [
+        "newton-schulz",
+        "newton-schulz",
+        "step",
+    ]
     gpu.main(["newton-schulz"])
-    assert [row["part"] for row in report.load("gpu")["rows"]] == ["step", "newton-schulz", "newton-schulz"]
+    assert [row["part"] for row in report.load("gpu")["rows"]] == [
+        "step",
+        "newton-schulz",
+        "newton-schulz",
+    ]
 
 
-def test_a_part_of_a_gpu_run_stops_after_its_minutes(fake_gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_of_a_gpu_run_stops_after_its_minutes(
+    fake_gpu: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     gpu.main(["newton-schulz", "--minutes", "0"])
     rows = report.load("gpu")["rows"]
     assert [row.get("candidate") for row in rows] == ["muonfx", None]
@@ -149,9 +171,13 @@ def test_a_step_by_part_adds_up() -> None:
     for row in rows:
         assert min(row["parts"][part] for part in ("products", "passes")) > 0
         assert sum(row["parts"].values()) < 3 * row["milliseconds"]["p90"]
-        assert row["roofline"]["least products"] == pytest.approx(1e-6 * sum(map(parts.least_flops, TINY_SETS["tiny"])))
+        assert row["roofline"]["least products"] == pytest.approx(
+            1e-6 * sum(map(parts.least_flops, TINY_SETS["tiny"]))
+        )
     # four matrices, five steps of X X^T, its square, and a product with X
-    whole = sum(5 * 2 * (2 * min(shape) ** 2 * max(shape) + min(shape) ** 3) for shape in TINY_SETS["tiny"])
+    whole = sum(
+        5 * 2 * (2 * min(shape) ** 2 * max(shape) + min(shape) ** 3) for shape in TINY_SETS["tiny"]
+    )
     assert sum(rows[0]["flops"].values()) == whole
 
 
@@ -206,7 +232,9 @@ def test_sharded_rows_say_what_was_sent_and_computed() -> None:
     assert all(row["apart"] < 0.05 for row in rows)
 
 
-def test_every_aim_for_small_leaves_has_a_measured_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_aim_for_small_leaves_has_a_measured_candidate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(leaves, "COUNTS", (3,))
     rows = leaves.speed(2)
     assert {row["leaves"] for row in rows} == {3}

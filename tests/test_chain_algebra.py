@@ -19,7 +19,9 @@ from tests.public import NAMES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
-    pytest.mark.filterwarnings("ignore:chain. .*learning rate"),  # drawn chains make no sense, and obey the laws
+    pytest.mark.filterwarnings(
+        "ignore:chain. .*learning rate"
+    ),  # drawn chains make no sense, and obey the laws
 ]
 
 examples = kit.params_and_grads()
@@ -41,8 +43,12 @@ def bracketed(members: Sequence[mfx.Transform], cuts: Sequence[int]) -> mfx.Tran
 
 
 @given(kit.chains(), st.lists(st.integers(0, 4), max_size=3), examples)
-def test_brackets_do_not_matter(members: list[mfx.Transform], cuts: list[int], example: kit.Example):
-    assert_same(updates_of(bracketed(members, cuts), example), updates_of(mfx.chain(*members), example))
+def test_brackets_do_not_matter(
+    members: list[mfx.Transform], cuts: list[int], example: kit.Example
+):
+    assert_same(
+        updates_of(bracketed(members, cuts), example), updates_of(mfx.chain(*members), example)
+    )
 
 
 @given(kit.chains(), examples)
@@ -66,7 +72,9 @@ LABELS = ("left", "right", None)
 
 
 def labelled(params: Any, choices: Sequence[int]) -> dict[str, str | None]:
-    return {name: LABELS[choices[place % len(choices)]] for place, name in enumerate(tree.names(params))}
+    return {
+        name: LABELS[choices[place % len(choices)]] for place, name in enumerate(tree.names(params))
+    }
 
 
 def only(values: Any, wanted: Sequence[bool]) -> Any:
@@ -75,7 +83,9 @@ def only(values: Any, wanted: Sequence[bool]) -> Any:
     return {name: leaf for name, leaf, use in pairs if use}
 
 
-@given(members, members, st.lists(st.integers(0, 2), min_size=4, max_size=4), examples, st.booleans())
+@given(
+    members, members, st.lists(st.integers(0, 2), min_size=4, max_size=4), examples, st.booleans()
+)
 def test_partition_is_a_loop_over_its_groups_in_any_order(
     left: mfx.Transform, right: mfx.Transform, choices: list[int], example: kit.Example, swap: bool
 ):
@@ -87,7 +97,9 @@ def test_partition_is_a_loop_over_its_groups_in_any_order(
     expected = [dict.fromkeys(tree.names(example.params)) for _ in example.steps]
     for label, tx in reversed(groups.items()):
         wanted = [own == label for own in labels.values()]
-        group = kit.Example(only(example.params, wanted), [only(grads, wanted) for grads in example.steps])
+        group = kit.Example(
+            only(example.params, wanted), [only(grads, wanted) for grads in example.steps]
+        )
         for step, updates in enumerate(updates_of(tx, group)):
             expected[step].update(updates)
     treedef = tree.flatten(example.params)[1]
@@ -95,7 +107,9 @@ def test_partition_is_a_loop_over_its_groups_in_any_order(
 
 
 @given(members, st.lists(st.booleans(), min_size=4, max_size=4), examples)
-def test_a_mask_is_a_partition_with_identity(tx: mfx.Transform, choices: list[bool], example: kit.Example):
+def test_a_mask_is_a_partition_with_identity(
+    tx: mfx.Transform, choices: list[bool], example: kit.Example
+):
     names = tree.names(example.params)
     mask = {name: choices[place % 4] for place, name in enumerate(names)}
     labels = {name: "in" if use else "out" for name, use in mask.items()}

@@ -27,16 +27,22 @@ def test_a_chains_state_is_keyed_by_the_transforms_names():
 def test_the_order_of_a_partitions_transforms_means_nothing_and_their_labels_do():
     one, two = mfx.scale(1.0), mfx.scale(2.0)
     labels = {"w": "a", "v": "b"}
-    assert mfx.partition({"a": one, "b": two}, labels) == mfx.partition({"b": two, "a": one}, labels)
+    assert mfx.partition({"a": one, "b": two}, labels) == mfx.partition(
+        {"b": two, "a": one}, labels
+    )
     assert (
         mfx.partition({"a": one, "b": two}, labels).fingerprint
         == mfx.partition({"b": two, "a": one}, labels).fingerprint
     )
-    assert mfx.partition({"a": one, "b": two}, labels) != mfx.partition({"b": one, "a": two}, labels)
+    assert mfx.partition({"a": one, "b": two}, labels) != mfx.partition(
+        {"b": one, "a": two}, labels
+    )
     assert mfx.orthogonalize(
         view=mfx.MatrixView({"q*": "in out -> out in", "*": "out in -> out in"})
     ) != mfx.orthogonalize(view=mfx.MatrixView({"*": "out in -> out in", "q*": "in out -> out in"}))
-    sweep = mfx.stack([mfx.partition({"a": one, "b": two}, labels), mfx.partition({"b": one, "a": two}, labels)])
+    sweep = mfx.stack(
+        [mfx.partition({"a": one, "b": two}, labels), mfx.partition({"b": one, "a": two}, labels)]
+    )
     params = {"w": torch.ones(1), "v": torch.ones(1)}
     updates = torch.func.vmap(lambda tx: tx.update(params, tx.init(params), params)[0])(sweep)
     assert updates["w"].flatten().tolist() == [1.0, 2.0]
@@ -48,7 +54,8 @@ def test_replace_makes_another_value_and_names_what_there_is():
     assert tx.replace(decay=0.5) == mfx.momentum(0.5)
     assert tx == mfx.momentum(0.9)
     with pytest.raises(
-        TypeError, match=r"momentum has no argument beta \(did you mean 'decay'\?\); it has decay, nesterov"
+        TypeError,
+        match=r"momentum has no argument beta \(did you mean 'decay'\?\); it has decay, nesterov",
     ):
         tx.replace(beta=0.5)
     with pytest.raises(AttributeError, match=re.escape("use .replace(decay=...)")):
@@ -59,7 +66,8 @@ def test_replace_makes_another_value_and_names_what_there_is():
 
 def test_numeric_arguments_are_listed_by_dotted_name():
     masked = mfx.chain(
-        mfx.masked(mfx.scale_by_adam(), {"w": True}), mfx.scale_by_learning_rate(mfx.constant_schedule(1))
+        mfx.masked(mfx.scale_by_adam(), {"w": True}),
+        mfx.scale_by_learning_rate(mfx.constant_schedule(1)),
     )
     assert list(named_numbers(masked)) == [
         "masked.inner.b1",
@@ -71,7 +79,9 @@ def test_numeric_arguments_are_listed_by_dotted_name():
     named = mfx.hyperparams(mfx.chain(mfx.momentum(0.5), ("rate", mfx.scale(-1))))
     assert named == {"momentum.decay": 0.5, "rate.factor": -1.0}
     assert all(isinstance(value, float) for value in named.values())
-    with pytest.raises(KeyError, match=r"no hyperparameter rate.*; there are momentum.decay, rate.factor"):
+    with pytest.raises(
+        KeyError, match=r"no hyperparameter rate.*; there are momentum.decay, rate.factor"
+    ):
         with_hyperparams(mfx.chain(mfx.momentum(0.5), ("rate", mfx.scale(-1))), {"rate": 1.0})
 
 
@@ -90,10 +100,22 @@ def nests_its_state(updates, state, params=None):
 @pytest.mark.parametrize(
     ("update", "message"),
     [
-        (lambda updates, state, params=None: (None, state), "wrong: the updates that it returns .* missing 'b', 'w'"),
-        (drops_a_leaf, "wrong: the updates that it returns must have the structure of .* missing 'b'"),
-        (adds_to_its_state, "wrong: the state that it returns must have the structure of .* unexpected 'more'"),
-        (nests_its_state, "wrong: the state that it returns must have the structure of .* unexpected 'seen.now'"),
+        (
+            lambda updates, state, params=None: (None, state),
+            "wrong: the updates that it returns .* missing 'b', 'w'",
+        ),
+        (
+            drops_a_leaf,
+            "wrong: the updates that it returns must have the structure of .* missing 'b'",
+        ),
+        (
+            adds_to_its_state,
+            "wrong: the state that it returns must have the structure of .* unexpected 'more'",
+        ),
+        (
+            nests_its_state,
+            "wrong: the state that it returns must have the structure of .* unexpected 'seen.now'",
+        ),
     ],
     ids=["none", "a leaf fewer", "a state that grows", "a state that nests"],
 )
@@ -117,7 +139,10 @@ def init(params):
     ("update", "message"),
     [
         (lambda updates, state: (updates, state), r"found \(updates, state\)$"),
-        (lambda updates, state, params, value: (updates, state), r".*: if value is an extra .*, write a \* before it$"),
+        (
+            lambda updates, state, params, value: (updates, state),
+            r".*: if value is an extra .*, write a \* before it$",
+        ),
     ],
 )
 def test_an_update_that_cannot_be_called_is_refused_when_it_is_made(update, message):
@@ -125,12 +150,17 @@ def test_an_update_that_cannot_be_called_is_refused_when_it_is_made(update, mess
     def wrong():
         return init, update
 
-    with pytest.raises(TypeError, match=rf"^wrong: update must accept .*\(updates, state, params\), {message}"):
+    with pytest.raises(
+        TypeError, match=rf"^wrong: update must accept .*\(updates, state, params\), {message}"
+    ):
         wrong()
 
 
 def test_a_function_of_updates_alone_makes_no_stateless_transform():
-    with pytest.raises(TypeError, match=r"^stateless: function must accept .*\(updates, params\), found \(updates\)$"):
+    with pytest.raises(
+        TypeError,
+        match=r"^stateless: function must accept .*\(updates, params\), found \(updates\)$",
+    ):
         mfx.stateless(lambda updates: updates)
 
 
@@ -142,19 +172,33 @@ def test_an_update_that_is_called_without_the_parameters_that_it_reads_says_so()
     def adds_the_parameters():
         return init, update
 
-    with pytest.raises(ValueError, match=r"tree 2 is None.*parameters, call update\(updates, state, params\)"):
+    with pytest.raises(
+        ValueError, match=r"tree 2 is None.*parameters, call update\(updates, state, params\)"
+    ):
         adds_the_parameters().update({"w": torch.ones(2)}, mfx.core.EmptyState())
 
 
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (None, r"wrong: the decorated function must return \(init, update\), two functions, found NoneType"),
+        (
+            None,
+            r"wrong: the decorated function must return \(init, update\), two functions, found NoneType",
+        ),
         (init, "found function"),
         ((init, 3), "found tuple"),
-        ((init, lambda updates, state, params=None: updates), r"must return \(updates, state\), found dict"),
-        ((init, lambda updates, state, params=None: None), r"must return \(updates, state\), found NoneType"),
-        ((init, lambda updates, state, params=None: ({"v": updates["w"]}, state)), "the updates that it returns must"),
+        (
+            (init, lambda updates, state, params=None: updates),
+            r"must return \(updates, state\), found dict",
+        ),
+        (
+            (init, lambda updates, state, params=None: None),
+            r"must return \(updates, state\), found NoneType",
+        ),
+        (
+            (init, lambda updates, state, params=None: ({"v": updates["w"]}, state)),
+            "the updates that it returns must",
+        ),
     ],
 )
 def test_a_function_that_makes_no_transform_is_told_what_to_return(returned, message):
@@ -176,7 +220,9 @@ def test_a_model_in_the_place_of_its_parameters_is_told_what_to_give():
         with pytest.raises(TypeError, match=r"by name, such as dict\(model.named_parameters\(\)\)"):
             tx.init(given)
     params = dict(model.named_parameters())
-    with pytest.raises(TypeError, match=r"updates .* p.grad for name, p in model.named_parameters\(\)"):
+    with pytest.raises(
+        TypeError, match=r"updates .* p.grad for name, p in model.named_parameters\(\)"
+    ):
         tx.update(model, tx.init(params), params)
     with pytest.raises(TypeError, match=r"dict\(model.named_parameters\(\)\)"):
         mfx.apply_updates(model, params)
@@ -189,9 +235,18 @@ PARAMS = {"a": torch.ones(2, 3), "b": {"c": torch.ones(3)}}
     ("updates", "message"),
     [
         ({"a": torch.ones(2, 3)}, "updates must have the structure of params: missing 'b.c'"),
-        ({"a": torch.ones(2, 3), "b": {"c": torch.ones(3), "d": torch.ones(1)}}, "unexpected 'b.d'"),
-        ({"a": torch.ones(3, 2), "b": {"c": torch.ones(3)}}, r"'a' has shape \(3, 2\), its parameter has \(2, 3\)"),
-        ({"a": torch.ones(2, 3), "b": {"c": torch.ones(3, dtype=torch.int64)}}, "'b.c' must be dense and real"),
+        (
+            {"a": torch.ones(2, 3), "b": {"c": torch.ones(3), "d": torch.ones(1)}},
+            "unexpected 'b.d'",
+        ),
+        (
+            {"a": torch.ones(3, 2), "b": {"c": torch.ones(3)}},
+            r"'a' has shape \(3, 2\), its parameter has \(2, 3\)",
+        ),
+        (
+            {"a": torch.ones(2, 3), "b": {"c": torch.ones(3, dtype=torch.int64)}},
+            "'b.c' must be dense and real",
+        ),
     ],
 )
 def test_bad_updates_are_named_and_change_nothing(updates, message):
@@ -205,13 +260,19 @@ def test_bad_updates_are_named_and_change_nothing(updates, message):
 
 def test_a_state_of_another_chain_or_other_parameters_is_refused():
     tx, other = mfx.chain(mfx.momentum()), mfx.chain(mfx.scale_by_adam())
-    with pytest.raises(ValueError, match=r"state: it does not fit chain .*missing 'momentum.trace.a'"):
+    with pytest.raises(
+        ValueError, match=r"state: it does not fit chain .*missing 'momentum.trace.a'"
+    ):
         tx.update(PARAMS, other.init(PARAMS), PARAMS)
     smaller = {"a": torch.ones(1, 3), "b": {"c": torch.ones(3)}}
-    with pytest.raises(ValueError, match=r"'momentum.trace.a' has shape \(1, 3\) .* expected \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"'momentum.trace.a' has shape \(1, 3\) .* expected \(2, 3\)"
+    ):
         tx.update(PARAMS, tx.init(smaller), PARAMS)
     low = mfx.chain(mfx.momentum(dtype=torch.bfloat16)).init(PARAMS)
-    with pytest.raises(ValueError, match=r"'momentum.trace.a' .* dtype torch.bfloat16, expected .* torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"'momentum.trace.a' .* dtype torch.bfloat16, expected .* torch.float32"
+    ):
         tx.update(PARAMS, low, PARAMS)
 
 
@@ -232,10 +293,13 @@ def test_a_transform_receives_the_extras_that_it_names_and_a_chain_passes_all_on
     assert seen == {"value": 3, "step": None}
     for face in (tx, mfx.sharding.offload(tx)):
         with pytest.raises(
-            TypeError, match=r"argument vlaue= \(did you mean 'value'\?\), expected only step= or value="
+            TypeError,
+            match=r"argument vlaue= \(did you mean 'value'\?\), expected only step= or value=",
         ):
             face.update(params, face.init(params), params, value=3, vlaue=5)
-    with pytest.raises(TypeError, match="listening: the extra argument value= is missing: call update"):
+    with pytest.raises(
+        TypeError, match="listening: the extra argument value= is missing: call update"
+    ):
         tx.update(params, tx.init(params), params)
     with pytest.raises(TypeError, match="expected no extra argument"):
         mfx.chain().update(params, {}, params, boundary=True)
@@ -280,13 +344,18 @@ def test_a_transform_that_does_not_promise_is_never_written_behind():
 def test_an_undeclared_transform_sees_the_whole_tree():
     @mfx.transform
     def undeclared():
-        return (lambda params: mfx.core.EmptyState()), (lambda updates, state, params=None: (updates, state))
+        return (lambda params: mfx.core.EmptyState()), (
+            lambda updates, state, params=None: (updates, state)
+        )
 
     assert undeclared().locality is mfx.Locality.TREE
     assert mfx.chain(mfx.momentum(), undeclared()).locality is mfx.Locality.TREE
     assert mfx.chain(mfx.momentum()).locality is mfx.Locality.ELEMENT
     assert mfx.muon().locality is mfx.Locality.LEAF
-    assert mfx.orthogonalize(view=mfx.MatrixView("... out in -> ... out in")).locality is mfx.Locality.MATRIX
+    assert (
+        mfx.orthogonalize(view=mfx.MatrixView("... out in -> ... out in")).locality
+        is mfx.Locality.MATRIX
+    )
 
 
 def test_convolutions_are_flattened():
@@ -296,9 +365,14 @@ def test_convolutions_are_flattened():
     flat = {"w": conv["w"].reshape(4, 12)}
     tx = mfx.orthogonalize(**settings)
     torch.testing.assert_close(
-        tx.update(conv, tx.init(conv))[0]["w"].reshape(4, 12), tx.update(flat, tx.init(flat))[0]["w"]
+        tx.update(conv, tx.init(conv))[0]["w"].reshape(4, 12),
+        tx.update(flat, tx.init(flat))[0]["w"],
     )
-    assert mfx.scale_by_shape("spectral").update(conv, mfx.core.EmptyState())[0]["w"].equal(conv["w"] * (4 / 12) ** 0.5)
+    assert (
+        mfx.scale_by_shape("spectral")
+        .update(conv, mfx.core.EmptyState())[0]["w"]
+        .equal(conv["w"] * (4 / 12) ** 0.5)
+    )
 
 
 def test_master_parameters_lose_no_small_update():
@@ -328,7 +402,9 @@ def test_a_loop_over_parameters_that_were_not_detached_is_told_that_it_keeps_eve
     step(tx, {"w": kept["w"].detach().requires_grad_()}, state)
     with torch.no_grad():
         mfx.apply_updates(kept, tx.update({"w": torch.ones(3, 3)}, state, kept)[0])
-    with pytest.warns(UserWarning, match=r"graph of earlier steps, such as 'w', expected detached parameters"):
+    with pytest.warns(
+        UserWarning, match=r"graph of earlier steps, such as 'w', expected detached parameters"
+    ):
         step(tx, kept, state)
 
 
@@ -336,11 +412,16 @@ def test_differentiating_through_steps_is_not_warned_of():
     tx = mfx.as_tensors(mfx.chain(mfx.momentum(0.5), mfx.add_decayed_weights(0.1), mfx.scale(-0.1)))
     tx = mfx.tree.map(lambda number: number.requires_grad_(), tx)
     start = {"w": torch.zeros(3, requires_grad=True)}
-    for create_graph in (True, False):  # with the gradients as functions of the parameters, and as constants
+    for create_graph in (
+        True,
+        False,
+    ):  # with the gradients as functions of the parameters, and as constants
         params, state = start, tx.init(start)
         for _ in range(3):
             loss = (params["w"] - 1.0).square().sum()
-            (grad,) = torch.autograd.grad(loss, [params["w"]], create_graph=create_graph, retain_graph=True)
+            (grad,) = torch.autograd.grad(
+                loss, [params["w"]], create_graph=create_graph, retain_graph=True
+            )
             updates, state = tx.update({"w": grad}, state, params)
             params = mfx.apply_updates(params, updates)
         assert torch.autograd.grad(params["w"].sum(), mfx.tree.leaves(tx)[-1])[0] != 0
@@ -356,8 +437,14 @@ INDEPENDENT = mfx.subtract_decayed_weights(0.1)
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([mfx.momentum(), LEARNING_RATE, DECAY], "add_decayed_weights comes after the learning rate in 'scale_by_lear"),
-        ([mfx.adamw(0.1), mfx.masked(DECAY, {"w": True})], "comes after .* in 'chain'.* put it before 'chain'"),
+        (
+            [mfx.momentum(), LEARNING_RATE, DECAY],
+            "add_decayed_weights comes after the learning rate in 'scale_by_lear",
+        ),
+        (
+            [mfx.adamw(0.1), mfx.masked(DECAY, {"w": True})],
+            "comes after .* in 'chain'.* put it before 'chain'",
+        ),
         ([LEARNING_RATE, mfx.chain(mfx.momentum(), DECAY)], "comes after the learning rate"),
         ([LEARNING_RATE, mfx.cautious(mfx.momentum())], "cautious comes after"),
         (
@@ -365,12 +452,27 @@ INDEPENDENT = mfx.subtract_decayed_weights(0.1)
             r"comes before scale_by_learning_rate .* put it after 'scale_by_learning_rate'$",
         ),
         ([INDEPENDENT, mfx.scale(-0.1)], "subtract_decayed_weights comes before scale in 'scale'"),
-        ([mfx.masked(INDEPENDENT, {"w": True}), mfx.adamw(0.1)], "before .* in 'chain'.* put it after"),
-        ([mfx.muon(0.1, weight_decay=0.0), LEARNING_RATE], "found learning rates in .*, expected one"),
-        ([mfx.partition({"a": mfx.lion(0.1)}, {"w": "a"}), LEARNING_RATE], "'partition' and 'scale_by_learning_rate'"),
+        (
+            [mfx.masked(INDEPENDENT, {"w": True}), mfx.adamw(0.1)],
+            "before .* in 'chain'.* put it after",
+        ),
+        (
+            [mfx.muon(0.1, weight_decay=0.0), LEARNING_RATE],
+            "found learning rates in .*, expected one",
+        ),
+        (
+            [mfx.partition({"a": mfx.lion(0.1)}, {"w": "a"}), LEARNING_RATE],
+            "'partition' and 'scale_by_learning_rate'",
+        ),
         ([mfx.qk_clip(()), LEARNING_RATE], "qk_clip comes before"),
-        ([mfx.ema_params(), mfx.chain(mfx.clip_by_value(1.0), LEARNING_RATE)], "ema_params comes before"),
-        ([mfx.ema_params(), mfx.scale(mfx.linear_schedule(-0.1, 0.0, 10))], "ema_params comes before scale in 'scale'"),
+        (
+            [mfx.ema_params(), mfx.chain(mfx.clip_by_value(1.0), LEARNING_RATE)],
+            "ema_params comes before",
+        ),
+        (
+            [mfx.ema_params(), mfx.scale(mfx.linear_schedule(-0.1, 0.0, 10))],
+            "ema_params comes before scale in 'scale'",
+        ),
         (
             [mfx.master_params(mfx.momentum()), LEARNING_RATE],
             r"or move scale_by_learning_rate into master_params\(...\)$",
@@ -386,8 +488,14 @@ def test_an_order_that_gives_wrong_numbers_is_an_error_at_construction(members, 
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([LEARNING_RATE, mfx.orthogonalize()], "the learning rate in 'scale_by_learning_rate' comes before orthogonal"),
-        ([mfx.adamw(0.1), mfx.masked(mfx.scale_by_sign(), {"w": True})], "'chain' comes before scale_by_sign, whose"),
+        (
+            [LEARNING_RATE, mfx.orthogonalize()],
+            "the learning rate in 'scale_by_learning_rate' comes before orthogonal",
+        ),
+        (
+            [mfx.adamw(0.1), mfx.masked(mfx.scale_by_sign(), {"w": True})],
+            "'chain' comes before scale_by_sign, whose",
+        ),
         (
             [mfx.master_params(mfx.adamw(0.1)), mfx.clip_by_value(1.0)],
             "master_params .* comes before clip_by_value",
@@ -407,10 +515,17 @@ def test_an_order_that_is_hardly_meant_is_warned_of_at_the_callers_line(members,
 
 def test_orders_that_are_a_matter_of_choice_are_not_warned_of():
     shaped = mfx.orthogonalize(dtype=torch.float32)
-    mfx.chain(DECAY, mfx.momentum(), shaped, LEARNING_RATE)  # decay that is orthogonalized with the gradient
+    mfx.chain(
+        DECAY, mfx.momentum(), shaped, LEARNING_RATE
+    )  # decay that is orthogonalized with the gradient
     mfx.chain(shaped, mfx.momentum(), LEARNING_RATE)
     mfx.chain(mfx.adamw(0.1), mfx.clip_by_global_norm(1.0), mfx.ema_params(), mfx.monitor("steps"))
-    mfx.chain(mfx.adamw(0.1), mfx.qk_clip(()), mfx.ema_params(), mfx.masked(mfx.monitor("steps"), {"w": True}))
+    mfx.chain(
+        mfx.adamw(0.1),
+        mfx.qk_clip(()),
+        mfx.ema_params(),
+        mfx.masked(mfx.monitor("steps"), {"w": True}),
+    )
     mfx.chain(LEARNING_RATE, mfx.master_params(mfx.momentum()))
     mfx.chain(mfx.adamw(0.1), mfx.scale(-1.0))  # maximization
     mfx.chain(mfx.scale(-1.0), mfx.adamw(0.1))
@@ -444,7 +559,9 @@ def test_cautious_refuses_what_turns_the_update_that_it_compares_with_the_gradie
 
 
 @pytest.mark.parametrize("make", [mfx.muon, mfx.normuon, mfx.muon_with_adamw])
-def test_the_orthogonalizing_part_and_its_view_reach_every_matrix_transform(make: Callable[..., mfx.Transform]) -> None:
+def test_the_orthogonalizing_part_and_its_view_reach_every_matrix_transform(
+    make: Callable[..., mfx.Transform],
+) -> None:
     view = mfx.MatrixView({"*": "(part=2 out) in -> part out in"})
     part = mfx.orthogonalize(method="gram", view=view)
     labels = {"labels": {"w": "muon"}} if make is mfx.muon_with_adamw else {}
@@ -463,14 +580,20 @@ def test_the_view_of_a_part_is_the_first_one_within_it() -> None:
 def test_the_optimizer_adds_the_views_of_the_routing_to_those_of_its_part() -> None:
     model = torch.nn.MultiheadAttention(8, 2)
     part = mfx.orthogonalize(view=mfx.MatrixView({"out_proj.*": "in out -> out in"}))
-    (found,) = {tx.arguments["view"] for tx in within(mfx.Muon(model, orthogonalize=part).tx) if "view" in tx.arguments}
+    (found,) = {
+        tx.arguments["view"]
+        for tx in within(mfx.Muon(model, orthogonalize=part).tx)
+        if "view" in tx.arguments
+    }
     assert found.text("out_proj.weight") == "in out -> out in"
     assert found.text("in_proj_weight") == "(part=3 out) in -> part out in"
 
 
 @pytest.mark.parametrize("part", ["keller", {"steps": 3}, mfx.orthogonalize, None])
 @pytest.mark.parametrize("make", [mfx.muon, mfx.normuon, mfx.muon_with_adamw, mfx.contrib.scion])
-def test_a_part_that_is_no_transform_is_refused_by_name(make: Callable[..., Any], part: Any) -> None:
+def test_a_part_that_is_no_transform_is_refused_by_name(
+    make: Callable[..., Any], part: Any
+) -> None:
     with pytest.raises(TypeError, match=r"^orthogonalize must be a muonfx.Transform, found"):
         make(0.1, orthogonalize=part)
 
@@ -540,7 +663,10 @@ def test_a_function_of_labels_without_params_requires_each_gradient():
     tx = mfx.partition({"matrix": mfx.momentum(), "rest": mfx.scale(1.0)}, by_ndim)
     params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
     state = tx.init(params)
-    with pytest.raises(ValueError, match=r"no parameters, and no gradient for 'w'.*update\(updates, state, params\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"no parameters, and no gradient for 'w'.*update\(updates, state, params\)",
+    ):
         tx.update({"w": None, "b": torch.ones(2)}, state)
 
 

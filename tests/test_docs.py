@@ -46,7 +46,9 @@ def _needs_example(symbol: public_api.Symbol) -> bool:
     """Functions and classes do; an exception, an enumeration or a plain record of fields is used by one that does."""
     found = symbol.object
     if inspect.isclass(found) and not symbol.is_data:
-        record = issubclass(found, tuple | Enum | BaseException) or getattr(found, "_is_protocol", False)
+        record = issubclass(found, tuple | Enum | BaseException) or getattr(
+            found, "_is_protocol", False
+        )
         return not record
     return not symbol.is_data
 
@@ -56,8 +58,12 @@ def test_a_public_name_is_documented(symbol: public_api.Symbol):
     where = f"{symbol.path} (of {symbol.module})"
     assert symbol.docstring, f"{where} has no docstring"
     first, *rest = symbol.docstring.splitlines()
-    assert first.endswith("."), f"{where}: the docstring's first line is not one sentence: {first!r}"
-    assert not rest or not rest[0].strip(), f"{where}: the docstring's second line is not blank: {rest[0]!r}"
+    assert first.endswith("."), (
+        f"{where}: the docstring's first line is not one sentence: {first!r}"
+    )
+    assert not rest or not rest[0].strip(), (
+        f"{where}: the docstring's second line is not blank: {rest[0]!r}"
+    )
     if _needs_example(symbol):
         assert ">>> " in symbol.docstring, f"{where} has no example (a line that starts with >>>)"
 
@@ -69,8 +75,14 @@ def test_every_public_name_is_on_one_api_page():
         for block in api_pages.BLOCK.finditer(page.read_text(encoding="utf-8")):
             for symbol in api_pages.members(block):
                 shown.setdefault(symbol.path, []).append(page.name)
-    wrong = {symbol.path: shown.get(symbol.path, []) for symbol in SYMBOLS if len(shown.get(symbol.path, [])) != 1}
-    assert not wrong, f"each of these belongs on exactly one page, by a module in an {{api}} block: {wrong}"
+    wrong = {
+        symbol.path: shown.get(symbol.path, [])
+        for symbol in SYMBOLS
+        if len(shown.get(symbol.path, [])) != 1
+    }
+    assert not wrong, (
+        f"each of these belongs on exactly one page, by a module in an {{api}} block: {wrong}"
+    )
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,9 @@ def blocks(text: str) -> list[Block]:
         if not match["skip"]:
             indent = match["indent"]
             lines = [line.removeprefix(indent) for line in match["text"].splitlines()]
-            found.append(Block(text[: match.start("text")].count("\n") + 1, "\n".join(lines) + "\n"))
+            found.append(
+                Block(text[: match.start("text")].count("\n") + 1, "\n".join(lines) + "\n")
+            )
     return found
 
 
@@ -112,12 +126,16 @@ def run_page(path: Path, *, alone: bool = False) -> int:
         if alone:
             namespace = {"__name__": "__page__"}
         if block.is_session:
-            example = doctest.DocTestParser().get_doctest(block.text, namespace, path.name, str(path), block.line - 1)
+            example = doctest.DocTestParser().get_doctest(
+                block.text, namespace, path.name, str(path), block.line - 1
+            )
             runner = doctest.DebugRunner(optionflags=flags)
             runner.run(example, clear_globs=False)
             namespace.update(example.globs)
         else:
-            padded = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's own line
+            padded = (
+                "\n" * (block.line - 1) + block.text
+            )  # so that a traceback names the page's own line
             exec(compile(padded, str(path), "exec"), namespace)
     return len(found)
 
@@ -132,7 +150,9 @@ def test_the_code_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest
     run_page(path, alone=path.name == "README.md")  # a visitor copies one block of the front page
 
 
-NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
+NOTEBOOKS = sorted(
+    path for path in (ROOT / "notebooks").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts
+)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
@@ -142,16 +162,23 @@ def test_a_notebook_is_committed_with_its_outputs(path: Path):
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), (
         f"{path.name}: not run from top to bottom: make notebooks ARGS=--write"
     )
-    assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+    assert not [
+        output for cell in cells for output in cell.outputs if output.output_type == "error"
+    ]
 
 
 GUIDED = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", GUIDED, ids=lambda path: path.stem)
-def test_a_notebook_opens_in_colab_and_installs_there_only(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_notebook_opens_in_colab_and_installs_there_only(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
     title, install = nbformat.read(path, as_version=4).cells[:2]
-    assert f"(https://colab.research.google.com/github/muonfx/muonfx/blob/main/notebooks/{path.name})" in title.source
+    assert (
+        f"(https://colab.research.google.com/github/muonfx/muonfx/blob/main/notebooks/{path.name})"
+        in title.source
+    )
     commands: list[list[str]] = []
     folders: list[str] = []
     monkeypatch.setattr("subprocess.run", lambda command, check: commands.append(command))
@@ -231,7 +258,8 @@ TAUGHT = {
     "docs/check-your-own.md": {"normalized_momentum", "center_rows"},
 }
 DECORATED = re.compile(
-    r"^( *)@mfx\.(?:transform|leafwise|matrixwise)\b.*?(?=^\1[^ \n@d)]|\Z)", re.MULTILINE | re.DOTALL
+    r"^( *)@mfx\.(?:transform|leafwise|matrixwise)\b.*?(?=^\1[^ \n@d)]|\Z)",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -247,7 +275,9 @@ def taught(page: str) -> dict[str, Any]:
 
 def test_every_transform_that_a_page_defines_is_checked():
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    names = {str(page.relative_to(ROOT)): set(taught(str(page.relative_to(ROOT)))) for page in pages}
+    names = {
+        str(page.relative_to(ROOT)): set(taught(str(page.relative_to(ROOT)))) for page in pages
+    }
     assert {page: found for page, found in names.items() if found} == TAUGHT
 
 
@@ -264,11 +294,16 @@ def made(name: str, factory: Any) -> muonfx.Transform:
     if name == "lookahead":
         return factory(muonfx.momentum(), 2)
     if name == "divide_by_hessian":
-        return with_hessian(muonfx.masked(factory(), lambda params: dict.fromkeys(muonfx.tree.names(params), True)))
+        return with_hessian(
+            muonfx.masked(factory(), lambda params: dict.fromkeys(muonfx.tree.names(params), True))
+        )
     return with_value(factory()) if name == "scale_by_loss" else factory()
 
 
-@muonfx.transform(locality=lambda inner: inner.locality, combinator=muonfx.core.Combinator(muonfx.Locality.ELEMENT))
+@muonfx.transform(
+    locality=lambda inner: inner.locality,
+    combinator=muonfx.core.Combinator(muonfx.Locality.ELEMENT),
+)
 def with_hessian(inner: muonfx.Transform):
     """Pass a Hessian of ones to a transform."""
 
@@ -324,14 +359,22 @@ def test_outputs_are_written_without_times_and_a_rerun_changes_none(tmp_path: Pa
 @pytest.mark.parametrize(
     ("sources", "limit", "message"),
     [
-        (("print(3)", "raise ValueError('in the second')", "print(4)"), None, "ValueError: in the second"),
+        (
+            ("print(3)", "raise ValueError('in the second')", "print(4)"),
+            None,
+            "ValueError: in the second",
+        ),
         (("import time", "time.sleep(600)"), 6, "stopped after 6 s"),
     ],
 )
-def test_a_failing_or_slow_cell_is_named_and_nothing_written(tmp_path: Path, sources, limit, message: str):
+def test_a_failing_or_slow_cell_is_named_and_nothing_written(
+    tmp_path: Path, sources, limit, message: str
+):
     path = notebook(tmp_path / "one.ipynb", *sources)
     before = path.read_bytes()
-    error = run_notebooks.execute(path, write=True, **({} if limit is None else {"limit": limit})).error
+    error = run_notebooks.execute(
+        path, write=True, **({} if limit is None else {"limit": limit})
+    ).error
     assert error is not None
     assert message in error
     assert sources[1] in error
@@ -364,7 +407,9 @@ def restructured(text: str) -> str:
         ("`momentum`, ``x`` and `y`.", "`momentum`, ``x`` and `y`."),
     ],
 )
-def test_formulas_and_words_behind_code_are_translated_and_examples_are_not(markdown: str, expected: str):
+def test_formulas_and_words_behind_code_are_translated_and_examples_are_not(
+    markdown: str, expected: str
+):
     assert restructured(markdown) == expected
 
 
@@ -395,7 +440,9 @@ def test_a_block_gives_every_name_a_row_and_an_entry():
 
 PAGE = (ROOT / "docs" / "beside-others.md").read_text(encoding="utf-8")
 PACKAGES = ("muonfx", "optax", "torchopt", "equinox", "torch.optim")
-COLUMNS = dict(zip(("muonfx", "Optax", "TorchOpt", "Equinox", "torch.optim"), PACKAGES, strict=True))
+COLUMNS = dict(
+    zip(("muonfx", "Optax", "TorchOpt", "Equinox", "torch.optim"), PACKAGES, strict=True)
+)
 HERE = {"muonfx", "torch.optim"}
 """Columns of packages that are always installed."""
 
@@ -409,7 +456,9 @@ OF_OBJECTS = {"fused", "foreach", "mu_dtype", "keller", "param_groups", "init", 
 def cells(column: str) -> list[str]:
     """The cells of a column, over all tables of features."""
     lines = PAGE[: PAGE.index("\n## Is it here?")].splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"
+    ]
     head = rows[0]
     assert all(len(row) == len(head) for row in rows)
     return [row[head.index(column)] for row in rows if row != head and "---" not in row]
@@ -417,7 +466,12 @@ def cells(column: str) -> list[str]:
 
 def names(column: str) -> list[str]:
     """The names that stand as code in a column: no arguments, no expressions."""
-    return [name for cell in cells(column) for name in re.findall(r"`([A-Za-z_][\w.]*)`", cell) if name != "py.typed"]
+    return [
+        name
+        for cell in cells(column)
+        for name in re.findall(r"`([A-Za-z_][\w.]*)`", cell)
+        if name != "py.typed"
+    ]
 
 
 def look_up(package: str, name: str) -> Any:
@@ -433,10 +487,15 @@ def look_up(package: str, name: str) -> Any:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.distributed.optim uses what is deprecated
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning"
+)  # torch.distributed.optim uses what is deprecated
 @pytest.mark.parametrize(
     "column",
-    [pytest.param(column, marks=[] if column in HERE else pytest.mark.engines) for column in COLUMNS],
+    [
+        pytest.param(column, marks=[] if column in HERE else pytest.mark.engines)
+        for column in COLUMNS
+    ],
 )
 def test_what_the_table_names_is_there(column: str):
     package = COLUMNS[column]
@@ -473,7 +532,10 @@ def read_out(here: Here, page: str, folder: Path) -> int:
     """Run a page as torchrun would: every rank types it in, in one folder."""
     torch.manual_seed(0)
     os.chdir(folder)
-    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
         return run_page(ROOT / "docs" / page)
 
 

@@ -52,9 +52,16 @@ def train_gpt(module, monkeypatch: pytest.MonkeyPatch):
 def start(*command: object, **more: str) -> subprocess.Popen[str]:
     """Start Python with the examples and this checkout on its path."""
     search = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(search), **more}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(search),
+        **more,
+    }
     words = [sys.executable, *map(str, command)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def run(*command: object) -> tuple[int, str, str]:
@@ -71,8 +78,13 @@ def tensors_of(checkpoints: Path) -> dict[str, torch.Tensor]:
     return mfx.checkpoint.read(mfx.checkpoint.latest(checkpoints))
 
 
-def assert_same_run(one: Path, other: Path, one_kept: Path | None = None, other_kept: Path | None = None) -> None:
-    first, second = tensors_of(one_kept or one / CHECKPOINTS), tensors_of(other_kept or other / CHECKPOINTS)
+def assert_same_run(
+    one: Path, other: Path, one_kept: Path | None = None, other_kept: Path | None = None
+) -> None:
+    first, second = (
+        tensors_of(one_kept or one / CHECKPOINTS),
+        tensors_of(other_kept or other / CHECKPOINTS),
+    )
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         one_bits, other_bits = (own.reshape(-1).view(torch.uint8) for own in (tensor, second[name]))
@@ -116,7 +128,9 @@ def test_a_quick_run_learns_and_leaves_its_files(tmp_path: Path, optimizer: str)
     metrics = metrics_of(tmp_path)
     assert metrics["config"]["optimizer"] == optimizer
     assert len(metrics["train_losses"]) == metrics["steps_done"] == metrics["config"]["steps"]
-    assert metrics["train_losses"][0] == pytest.approx(5.545, abs=0.01)  # the head starts at zero: log 256
+    assert metrics["train_losses"][0] == pytest.approx(
+        5.545, abs=0.01
+    )  # the head starts at zero: log 256
     assert [point["step"] for point in metrics["validation"]] == [10, 20, 30, 40]
     assert metrics["final_validation_loss"] == metrics["validation"][-1]["loss"] < 3.3
 
@@ -217,7 +231,10 @@ def free_ports(count: int) -> list[str]:
 def test_two_processes_have_the_losses_of_one_in_every_way(tmp_path: Path) -> None:
     ways = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "tp", "cp"]
     command = ("-c", EACH_WAY, " ".join(ways), " ".join(free_ports(len(ways))), tmp_path, *TINY)
-    both = [start(*command, MASTER_ADDR="localhost", WORLD_SIZE="2", RANK=str(rank)) for rank in range(2)]
+    both = [
+        start(*command, MASTER_ADDR="localhost", WORLD_SIZE="2", RANK=str(rank))
+        for rank in range(2)
+    ]
     said = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], said[0][1] + said[1][1]
     for way in ways:
@@ -234,11 +251,15 @@ def test_two_processes_have_the_losses_of_one_in_every_way(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_run_goes_on_in_another_way_on_another_number_of_processes(tmp_path: Path, train_gpt) -> None:
+def test_a_run_goes_on_in_another_way_on_another_number_of_processes(
+    tmp_path: Path, train_gpt
+) -> None:
     """ZeRO-1 on two, HSDP on four, one: the losses equal the losses of a run in one process."""
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     assert train_gpt.main([*TINY, "--steps", "9", "--out", str(whole)]) == 0
-    code, _, err = torchrun(2, *TINY, "--steps", 9, "--save-every", 3, "--shard", "zero1", "--out", moved)
+    code, _, err = torchrun(
+        2, *TINY, "--steps", 9, "--save-every", 3, "--shard", "zero1", "--out", moved
+    )
     assert code == 0, err
     rewind(moved, to=6)
     code, out, err = torchrun(4, "--resume", "--save-every", 2, "--shard", "hsdp", "--out", moved)
@@ -247,7 +268,9 @@ def test_a_run_goes_on_in_another_way_on_another_number_of_processes(tmp_path: P
     assert "hsdp, 4 processes" in out
     rewind(moved, to=8)
     assert train_gpt.main(["--resume", "--out", str(moved)]) == 0
-    assert metrics_of(moved)["train_losses"] == pytest.approx(metrics_of(whole)["train_losses"], abs=5e-5)
+    assert metrics_of(moved)["train_losses"] == pytest.approx(
+        metrics_of(whole)["train_losses"], abs=5e-5
+    )
     assert metrics_of(moved)["steps_done"] == 9
 
 
@@ -315,7 +338,9 @@ def test_the_fsdp2_and_tensor_parallel_example_resumes_on_fewer_processes(tmp_pa
 
 
 @pytest.mark.slow
-def test_the_vision_example_learns_with_both_optimizers_and_draws_a_picture(module, tmp_path: Path) -> None:
+def test_the_vision_example_learns_with_both_optimizers_and_draws_a_picture(
+    module, tmp_path: Path
+) -> None:
     pytest.importorskip("sklearn")
     vision = module("vision")
     runs = vision.main(seeds=1, epochs=2, plot=tmp_path / "digits.svg")
@@ -336,5 +361,9 @@ def test_the_lora_example_trains_the_factors_alone(module) -> None:
         losses, model = lora.tune(base, prose, held_out, name, lora.RATES[name], 0, 10)
         assert len(losses) == 11
         assert losses[-1] < losses[0] - 0.01, name
-        weights = {key.replace("linear.", ""): value for key, value in model.state_dict().items() if "lora_" not in key}
+        weights = {
+            key.replace("linear.", ""): value
+            for key, value in model.state_dict().items()
+            if "lora_" not in key
+        }
         assert all(torch.equal(value, base[0][key]) for key, value in weights.items())  # frozen

@@ -40,8 +40,12 @@ class ForeachRules(TorchFunctionMode):
     Not among `CudaRules`, because `paper_device` replaces the scalar by a list before an operator is dispatched.
     """
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in ("_foreach_add", "_foreach_add_") and isinstance(args[1], Tensor):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "") in ("_foreach_add", "_foreach_add_") and isinstance(
+            args[1], Tensor
+        ):
             assert args[1].is_cuda, f"{function}: the scalar must be on the device of the list"
         return function(*args, **(kwargs or {}))
 
@@ -49,7 +53,9 @@ class ForeachRules(TorchFunctionMode):
 class CudaRules(TorchDispatchMode):
     """Raises where a step on a CUDA device would fail, wait or lose digits, although fake tensors accept it."""
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         devices = {tensor.device.type for tensor in tensors}
@@ -60,11 +66,20 @@ class CudaRules(TorchDispatchMode):
             assert not waits, f"{operator}: waits for a copy between {devices}"
         elif name == "aten::clamp":
             assert len(devices) == 1, f"{operator}: the bounds must be on the device of the tensor"
-        if name.removesuffix("_") in ("aten::mul", "aten::add", "aten::_foreach_mul", "aten::_foreach_add"):
+        if name.removesuffix("_") in (
+            "aten::mul",
+            "aten::add",
+            "aten::_foreach_mul",
+            "aten::_foreach_add",
+        ):
             has_narrow = any(tensor.dtype in NARROW and tensor.ndim for tensor in tensors)
             scalars = [tensor for tensor in tensors if not tensor.ndim and tensor.is_cuda]
-            is_rounded = has_narrow and any(scalar.dtype in (torch.float32, torch.float64) for scalar in scalars)
-            assert not is_rounded, f"{operator}: the kernel rounds a scalar on the device to the dtype of the tensor"
+            is_rounded = has_narrow and any(
+                scalar.dtype in (torch.float32, torch.float64) for scalar in scalars
+            )
+            assert not is_rounded, (
+                f"{operator}: the kernel rounds a scalar on the device to the dtype of the tensor"
+            )
         return operator(*args, **kwargs)
 
 
@@ -77,10 +92,16 @@ class LiveMemory(TorchDispatchMode):
         self.peak = 0
         self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         results = operator(*args, **(kwargs or {}))
         for leaf in tree_leaves(results):
-            if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.untyped_storage() not in self._storages:
+            if (
+                isinstance(leaf, Tensor)
+                and leaf.is_cuda
+                and leaf.untyped_storage() not in self._storages
+            ):
                 self._add(leaf.untyped_storage())
         self.peak = max(self.peak, self.current)
         return results
@@ -97,7 +118,9 @@ class LiveMemory(TorchDispatchMode):
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Codebooks are copied to the device once, and are not cached for fake tensors.
-    monkeypatch.setattr(books, "table", lambda numbers, device: torch.empty(len(numbers), device=device))
+    monkeypatch.setattr(
+        books, "table", lambda numbers, device: torch.empty(len(numbers), device=device)
+    )
     with paper_device(Counter(), symmetric_kernels=False), CudaRules(), ForeachRules():
         yield
 
@@ -124,7 +147,9 @@ def test_every_transform_steps_on_a_device(name: str, tx: mfx.Transform, dtype: 
     for donate in (False, True):
         updates, state = tx.update(empty_leaves(shapes, dtype), state, params, donate=donate)
         for leaf in tree_leaves((updates, state)):
-            is_count_of_group = name in WITH_AN_EMPTY_GROUP and leaf is not None and leaf.dtype == torch.int64
+            is_count_of_group = (
+                name in WITH_AN_EMPTY_GROUP and leaf is not None and leaf.dtype == torch.int64
+            )
             assert leaf is None or leaf.is_cuda or is_count_of_group
 
 
@@ -143,7 +168,9 @@ def test_a_leaf_without_dims_keeps_its_shape_beside_a_bf16_leaf(reuse: bool):
     rate = torch.zeros((), dtype=torch.float64, device="cuda")
     leaves = [torch.empty((), device="cuda"), torch.empty(3, dtype=torch.bfloat16, device="cuda")]
     products = ew.mul(leaves, rate, reuse=reuse)
-    assert [(product.shape, product.dtype) for product in products] == [(leaf.shape, leaf.dtype) for leaf in leaves]
+    assert [(product.shape, product.dtype) for product in products] == [
+        (leaf.shape, leaf.dtype) for leaf in leaves
+    ]
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -164,14 +191,18 @@ def test_a_number_in_host_memory_is_added_on_a_device(reuse: bool):
     ],
 )
 @pytest.mark.usefixtures("fake_gpu")
-def test_an_update_copies_no_number_from_host_memory(make_transform: Callable[[Any], mfx.Transform]):
+def test_an_update_copies_no_number_from_host_memory(
+    make_transform: Callable[[Any], mfx.Transform],
+):
     tx = make_transform(torch.full((), 0.5, dtype=torch.float64))
     params = empty_leaves(MATRICES, torch.float32)
     state = tx.init(params)
     tx.update(params, state, params)
 
 
-@pytest.mark.parametrize("name", ["adamw", "clip_by_global_norm", "momentum", "schedule_free", "skip_nonfinite"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "clip_by_global_norm", "momentum", "schedule_free", "skip_nonfinite"]
+)
 @pytest.mark.usefixtures("fake_gpu")
 def test_the_parameters_may_be_on_two_devices(name: str):
     tx = CASES[name][0]
@@ -204,7 +235,9 @@ def test_a_mistake_is_seen(call: Callable[[Tensor, Tensor], object]):
 
 @pytest.mark.parametrize(("count", "shape"), [(128, (2048, 1024)), (8, (14336, 4096))])
 @pytest.mark.usefixtures("fake_gpu")
-def test_a_step_takes_at_most_one_bucket_and_the_scratch_of_one_batch(count: int, shape: tuple[int, int]):
+def test_a_step_takes_at_most_one_bucket_and_the_scratch_of_one_batch(
+    count: int, shape: tuple[int, int]
+):
     with LiveMemory() as memory:
         leaves = empty_leaves({f"p{index:03}": shape for index in range(count)}, torch.float32)
         params = {name: nn.Parameter(leaf) for name, leaf in leaves.items()}

@@ -22,7 +22,12 @@ pytestmark = [
 
 
 def draw(dtype: torch.dtype = torch.float32) -> Example:
-    shapes = {"h.0.fc.weight": (48, 32), "h.1.fc.weight": (32, 48), "h.0.fc.bias": (48,), "wte.weight": (64, 32)}
+    shapes = {
+        "h.0.fc.weight": (48, 32),
+        "h.1.fc.weight": (32, 48),
+        "h.0.fc.bias": (48,),
+        "wte.weight": (64, 32),
+    }
     return Example.of(shapes, steps=3, dtype=dtype)
 
 
@@ -37,24 +42,32 @@ def chains() -> dict[str, mfx.Transform]:
     return {
         "muon": muon,
         "lion": mfx.lion(1e-3, weight_decay=0.1),
-        "whole": mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.monitor("grad"), muon)),
+        "whole": mfx.skip_nonfinite(
+            mfx.chain(mfx.clip_by_global_norm(1.0), mfx.monitor("grad"), muon)
+        ),
         "scheduled": mfx.chain(
-            mfx.momentum(debias=True), mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(0.1, 2, 10))
+            mfx.momentum(debias=True),
+            mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(0.1, 2, 10)),
         ),
         "numbers as tensors": mfx.as_tensors(mfx.adamw(1e-2)),
         "accumulated": mfx.accumulate(mfx.adamw(1e-2), every=2),
         "compact": mfx.chain(
             mfx.momentum(dtype=mfx.int8(64, code="dynamic", min_size=0)),
-            mfx.scale_by_adam(mu_dtype=mfx.int8(min_size=0), nu_dtype=mfx.fp8(64, min_size=0, stochastic=True)),
+            mfx.scale_by_adam(
+                mu_dtype=mfx.int8(min_size=0), nu_dtype=mfx.fp8(64, min_size=0, stochastic=True)
+            ),
         ),
         "followed": mfx.chain(
-            mfx.momentum(mfx.linear_schedule(0.5, 0.9, 3)), mfx.scale(mfx.exponential_decay(-0.1, 2, 0.5))
+            mfx.momentum(mfx.linear_schedule(0.5, 0.9, 3)),
+            mfx.scale(mfx.exponential_decay(-0.1, 2, 0.5)),
         ),
         "everyday": mfx.chain(
             mfx.scale_by_rms(),
             mfx.contrib.scale_by_factored_rms(min_dim_size_to_factor=16),
         ),
-        "averaged": mfx.chain(mfx.cautious(mfx.scale_by_adam()), mfx.scale(-0.1), mfx.ema_params(0.9)),
+        "averaged": mfx.chain(
+            mfx.cautious(mfx.scale_by_adam()), mfx.scale(-0.1), mfx.ema_params(0.9)
+        ),
     }
 
 
@@ -122,7 +135,9 @@ def test_the_adapter_steps_on_the_device_with_a_scaler():
 
 
 def test_a_step_takes_at_most_one_bucket_and_the_scratch_of_one_batch():
-    params = {f"p{index:03}": nn.Parameter(torch.randn(2048, 1024, device="cuda")) for index in range(128)}
+    params = {
+        f"p{index:03}": nn.Parameter(torch.randn(2048, 1024, device="cuda")) for index in range(128)
+    }
     for param in params.values():
         param.grad = torch.randn_like(param)
     optimizer = mfx.TransformOptimizer(params, mfx.muon(1e-3))
@@ -152,8 +167,12 @@ def test_quack_passes_its_self_test(dtype: torch.dtype):
 
 @with_quack
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(1, 2048, 2048), (3, 2048, 4096), (2, 2056, 3000), (1, 8192, 2048)], ids=str)
-def test_the_products_of_quack_are_those_of_float64(shape: tuple[int, int, int], dtype: torch.dtype):
+@pytest.mark.parametrize(
+    "shape", [(1, 2048, 2048), (3, 2048, 4096), (2, 2056, 3000), (1, 8192, 2048)], ids=str
+)
+def test_the_products_of_quack_are_those_of_float64(
+    shape: tuple[int, int, int], dtype: torch.dtype
+):
     b, n, k = shape
     wide = torch.randn(b, n, k, device="cuda").to(dtype)
     tall = wide.mT.contiguous()
@@ -195,15 +214,21 @@ def test_a_compiled_step_multiplies_by_quack():
     compiled = torch.compile(mfx.polar.orthogonalize, fullgraph=True)
     with torch.profiler.profile() as profile:
         result = compiled(x)
-    calls = [event.count for event in profile.key_averages() if event.key == "muonfx::symmetric_matmul"]
+    calls = [
+        event.count for event in profile.key_averages() if event.key == "muonfx::symmetric_matmul"
+    ]
     assert sum(calls) > 0
     assert (result - exact).norm() < 0.03 * exact.norm()
 
 
-@pytest.mark.parametrize("shape", [(3, 1024, 1024), (2048, 4096), (4096, 1000), (64, 512, 512), (1000, 1001)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3, 1024, 1024), (2048, 4096), (4096, 1000), (64, 512, 512), (1000, 1001)], ids=str
+)
 @pytest.mark.parametrize("products", ["batched", "auto"])
 @pytest.mark.parametrize("method", ["standard", "gram", "auto"])
-def test_every_way_to_orthogonalize_gives_the_polynomial(shape: tuple[int, ...], products: str, method: str):
+def test_every_way_to_orthogonalize_gives_the_polynomial(
+    shape: tuple[int, ...], products: str, method: str
+):
     x = torch.randn(shape, device="cuda")
     exact = mfx.polar.orthogonalize(x.double(), method="standard")
     for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 0.03), (torch.float16, 0.01)):
@@ -244,7 +269,9 @@ def test_an_offloaded_state_gives_the_same_bits(name, home, donate):
         for key, value in expected.items():
             assert found[key].device.type == "cuda"
             assert torch.equal(found[key], value), key
-        pairs = zip(mfx.tree.names(here), mfx.tree.leaves(here), mfx.tree.leaves(there), strict=True)
+        pairs = zip(
+            mfx.tree.names(here), mfx.tree.leaves(here), mfx.tree.leaves(there), strict=True
+        )
         for key, value, kept in pairs:
             assert torch.equal(kept.cpu(), value.cpu()), key
 
@@ -279,7 +306,9 @@ def test_many_small_buckets_give_the_same_bits(home):
 
 
 def test_the_device_holds_two_buckets_of_the_state(home):
-    params = {f"p{i:02}": torch.randn(1 << 20, device="cuda") for i in range(32)}  # 4 MiB each; 256 MiB of state
+    params = {
+        f"p{i:02}": torch.randn(1 << 20, device="cuda") for i in range(32)
+    }  # 4 MiB each; 256 MiB of state
     tx = mfx.sharding.offload(mfx.scale_by_adam(), home, bucket_bytes=16 << 20)
     state = tx.init(params)
     grads = {name: torch.randn_like(leaf) for name, leaf in params.items()}
@@ -297,9 +326,13 @@ def test_the_device_holds_two_buckets_of_the_state(home):
 
 def test_the_state_of_the_torch_optimizer_follows_a_model_that_is_moved():
     params, steps = draw()
-    model = nn.ParameterDict({name.replace(".", "_"): nn.Parameter(value) for name, value in params.items()})
+    model = nn.ParameterDict(
+        {name.replace(".", "_"): nn.Parameter(value) for name, value in params.items()}
+    )
     twin = copy.deepcopy(model).cuda()
-    moved, other = (mfx.TransformOptimizer(m, mfx.lion(1e-3, weight_decay=0.1)) for m in (model, twin))
+    moved, other = (
+        mfx.TransformOptimizer(m, mfx.lion(1e-3, weight_decay=0.1)) for m in (model, twin)
+    )
     for step, grads in enumerate(steps):
         for m, optimizer in ((model, moved), (twin, other)):
             for name, grad in grads.items():

@@ -26,7 +26,11 @@ WAITING = {
     aten.unique_consecutive.default,
     aten._unique2.default,
 }
-MATRICES = {"h.0.attn.q_proj.weight": (48, 32), "h.0.attn.k_proj.weight": (48, 32), "h.0.fc.weight": (300, 400)}
+MATRICES = {
+    "h.0.attn.q_proj.weight": (48, 32),
+    "h.0.attn.k_proj.weight": (48, 32),
+    "h.0.fc.weight": (300, 400),
+}
 OTHERS = {"h.0.fc.bias": (300,), "wte.weight": (64, 32)}
 HEADS = mfx.AttentionHeads("*.attn", heads=2)
 LABELS = mfx.routing.default_labels_by_name
@@ -49,7 +53,9 @@ class Synchronizations(TorchDispatchMode):
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        by_mask = func is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
+        by_mask = func is aten.index.Tensor and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
         if func in WAITING or by_mask:
             self.found.append(str(func))
         return func(*args, **(kwargs or {}))
@@ -73,7 +79,9 @@ def test_no_update_of_a_recipe_waits_for_the_device(name: str, rate: str, donate
     tx, shapes = built(name, RATES[rate])
     params = drawn(shapes, "meta")
     state = tx.init(params)
-    logits = {"max_logits": {"h.0.attn": torch.empty(2, device="meta")}} if name == "muonclip" else {}
+    logits = (
+        {"max_logits": {"h.0.attn": torch.empty(2, device="meta")}} if name == "muonclip" else {}
+    )
     with Synchronizations() as counted:
         for _ in range(3):
             _, state = tx.update(drawn(shapes, "meta"), state, params, donate=donate, **logits)

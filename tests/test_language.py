@@ -44,13 +44,26 @@ def texts_of_module(path: Path) -> Iterator[tuple[int, str]]:
             if token.type == tokenize.COMMENT:
                 yield token.start[0], token.string.lstrip("# ")
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, re.sub(r"(?m)^ *(?:>>>|\.\.\.) .*(?:\n.*\S.*)*", "", node.value.value)
-        elif isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"):
-            strings = [part for part in ast.walk(node) if isinstance(part, ast.JoinedStr | ast.Constant)]
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield (
+                node.lineno,
+                re.sub(r"(?m)^ *(?:>>>|\.\.\.) .*(?:\n.*\S.*)*", "", node.value.value),
+            )
+        elif isinstance(node, ast.Raise) or (
+            isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
+        ):
+            strings = [
+                part for part in ast.walk(node) if isinstance(part, ast.JoinedStr | ast.Constant)
+            ]
             for part in strings:
                 if isinstance(part, ast.JoinedStr):
-                    pieces = [one.value if isinstance(one, ast.Constant) else "x" for one in part.values]
+                    pieces = [
+                        one.value if isinstance(one, ast.Constant) else "x" for one in part.values
+                    ]
                     yield part.lineno, "".join(map(str, pieces))
                 elif isinstance(part.value, str):
                     yield part.lineno, part.value
@@ -59,7 +72,9 @@ def texts_of_module(path: Path) -> Iterator[tuple[int, str]]:
 def texts_of_page(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the paragraphs of a page, without code blocks and comments."""
     whole = re.sub(
-        r"(?ms)^ *(```|~~~).*?^ *\1|<!--.*?-->", lambda block: "\n" * block[0].count("\n"), path.read_text("utf-8")
+        r"(?ms)^ *(```|~~~).*?^ *\1|<!--.*?-->",
+        lambda block: "\n" * block[0].count("\n"),
+        path.read_text("utf-8"),
     )
     for paragraph in re.finditer(r"(?:.*\S.*\n?)+", whole):
         yield whole.count("\n", 0, paragraph.start()) + 1, paragraph[0]
@@ -68,7 +83,9 @@ def texts_of_page(path: Path) -> Iterator[tuple[int, str]]:
 @functools.cache
 def all_texts() -> list[tuple[str, str]]:
     """Return the place and the text of every docstring, comment, message and paragraph."""
-    readers = [(path, texts_of_module) for path in MODULES] + [(path, texts_of_page) for path in PAGES]
+    readers = [(path, texts_of_module) for path in MODULES] + [
+        (path, texts_of_page) for path in PAGES
+    ]
     return [
         (f"{path.relative_to(ROOT)}:{number}", text)
         for path, texts in sorted(readers, key=str)

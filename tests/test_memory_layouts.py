@@ -28,7 +28,8 @@ def variants(x: Tensor) -> dict[str, Tensor]:
     shifted = torch.zeros(x.numel() + 3, dtype=x.dtype)[3:].view(x.shape)
     # The stride of a dim with at most one index means nothing, and may be anything.
     strides = [
-        stride if side > 1 else 7 + dim for dim, (side, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
+        stride if side > 1 else 7 + dim
+        for dim, (side, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
     ]
     anything = torch.zeros(max(1, 2 * x.numel()), dtype=x.dtype).as_strided(x.shape, strides)
     copies = {"gaps": gaps, "backwards": backwards, "shifted": shifted, "any stride": anything}
@@ -40,7 +41,9 @@ def variants(x: Tensor) -> dict[str, Tensor]:
 @st.composite
 def tensors(draw: st.DrawFn, side: int = 3, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Tensor:
     shape = draw(st.lists(st.integers(0, side), max_size=3))
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) * 3
+    drawn = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) * 3
+    )
     return drawn.to(draw(st.sampled_from(dtypes)))
 
 
@@ -53,7 +56,11 @@ def test_checksums_and_messages_are_of_elements_in_order(x: Tensor):
         if how != "negated":
             copied([other], [target])
             assert bits(target) == bits(x), how
-    for one in (torch.ones(()).expand(2, 3), torch.ones(1, 3).expand(2, 3), torch.ones(2, 1).expand(2, 3)):
+    for one in (
+        torch.ones(()).expand(2, 3),
+        torch.ones(1, 3).expand(2, 3),
+        torch.ones(2, 1).expand(2, 3),
+    ):
         assert int(checksum(one)) == int(checksum(torch.ones(2, 3)))
 
 
@@ -63,23 +70,35 @@ def test_checkpoints_hold_elements_in_order(x: Tensor):
     with folder() as path:
         ck.save(path, state, params=state)
         for found in (ck.load(path, like=state), ck.load_params(path, like=state)):
-            assert {name: bits(leaf) for name, leaf in found.items()} == {n: bits(leaf) for n, leaf in state.items()}
-        assert {name: bits(leaf) for name, leaf in ck.load(path, like={"plain": x}, allow_extra=True).items()} == {
-            "plain": bits(x)
-        }
+            assert {name: bits(leaf) for name, leaf in found.items()} == {
+                n: bits(leaf) for n, leaf in state.items()
+            }
+        assert {
+            name: bits(leaf)
+            for name, leaf in ck.load(path, like={"plain": x}, allow_extra=True).items()
+        } == {"plain": bits(x)}
 
 
 @pytest.mark.parametrize("kind", ["flat", "whole", "replicated"])
 @pytest.mark.parametrize("how", variants(torch.zeros(1)))
 @on_ranks(2)
 def test_steps_over_ranks_are_of_elements_in_order(here: Here, how: str, kind: Any):
-    plain = {"a": torch.arange(6.0).reshape(2, 3) + 1, "b": torch.ones(1), "c": torch.ones(()), "e": torch.zeros(0, 2)}
+    plain = {
+        "a": torch.arange(6.0).reshape(2, 3) + 1,
+        "b": torch.ones(1),
+        "c": torch.ones(()),
+        "e": torch.zeros(0, 2),
+    }
 
     def odd(tree: Any) -> Any:
         return mfx.tree.map(lambda leaf: variants(leaf)[how], tree)
 
     is_zero = kind != "replicated"
-    layout = sharding.zero(plain, here.group, partition=kind) if is_zero else sharding.replicated(plain, here.group)
+    layout = (
+        sharding.zero(plain, here.group, partition=kind)
+        if is_zero
+        else sharding.replicated(plain, here.group)
+    )
     tx = sharding.sharded(mfx.chain(mfx.momentum(), mfx.scale(0.1)), layout)
 
     def run(given: Any) -> list[bytes]:
@@ -90,7 +109,10 @@ def test_steps_over_ranks_are_of_elements_in_order(here: Here, how: str, kind: A
             updates, state = tx.update(given(pieces), given(state), params)
             params = given(mfx.apply_updates(params, updates))
         same = sharding.broadcast(params, layout)
-        return [bits(leaf) for leaf in mfx.tree.tensors((layout.gather(params), layout.gather(same), state))]
+        return [
+            bits(leaf)
+            for leaf in mfx.tree.tensors((layout.gather(params), layout.gather(same), state))
+        ]
 
     assert run(odd) == run(lambda tree: tree)
 
@@ -100,7 +122,9 @@ def test_steps_over_ranks_are_of_elements_in_order(here: Here, how: str, kind: A
 def test_an_update_that_is_a_view_of_its_input_is_not_taken_for_the_input(here: Here):
     params = {"w": torch.arange(9.0).reshape(3, 3)}
     layout = sharding.zero(params, here.group)
-    turned = mfx.stateless(lambda updates, params: mfx.tree.map(lambda u: u.mT, updates), mfx.Locality.MATRIX)
+    turned = mfx.stateless(
+        lambda updates, params: mfx.tree.map(lambda u: u.mT, updates), mfx.Locality.MATRIX
+    )
     tx, local = sharding.sharded(turned, layout), layout.shard(params)
     updates, _ = tx.update(local, tx.init(local), local)
     assert torch.equal(layout.gather(updates)["w"], params["w"].mT)
@@ -117,14 +141,19 @@ def test_a_checksum_is_of_bits_in_their_order(x: Tensor, data: st.DataObject):
     assert (int(checksum(other)) == number) == (bits(other) == bits(x))
 
 
-@given(tensors(9, WITH_INTEGERS), st.lists(st.tuples(st.integers(0, 728), st.integers(0, 63)), min_size=1, max_size=4))
+@given(
+    tensors(9, WITH_INTEGERS),
+    st.lists(st.tuples(st.integers(0, 728), st.integers(0, 63)), min_size=1, max_size=4),
+)
 def test_flipped_bits_change_the_checksum(x: Tensor, flips: list[tuple[int, int]]):
     """Also the signs of two elements, and 0.0 for -0.0, which an even weight would hide."""
     other = x.clone()
     octets = other.view(-1).view(torch.uint8) if x.numel() else other.view(torch.uint8)
     for place, bit in flips:
         if x.numel() and x.dtype != torch.bool:
-            octets[place * x.element_size() % octets.numel() + bit // 8 % x.element_size()] ^= 1 << bit % 8
+            octets[place * x.element_size() % octets.numel() + bit // 8 % x.element_size()] ^= (
+                1 << bit % 8
+            )
     assert (int(checksum(other)) == int(checksum(x))) == (bits(other) == bits(x))
 
 

@@ -27,7 +27,9 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed (make setup)")
     where = tmp_path_factory.mktemp("metadata")
-    script = "import sys, hatchling.build as b; print(b.prepare_metadata_for_build_wheel(sys.argv[1]))"
+    script = (
+        "import sys, hatchling.build as b; print(b.prepare_metadata_for_build_wheel(sys.argv[1]))"
+    )
     said = run_python("-c", script, where).stdout
     return message_from_string((where / said.split()[-1] / "METADATA").read_text(encoding="utf-8"))
 
@@ -41,7 +43,9 @@ def test_links_of_the_readme_are_absolute_and_lead_to_files_that_exist(metadata:
     for link in links:
         path = link.removeprefix(BLOB).removeprefix(RAW).partition("#")[0]
         assert path.startswith("http") or (ROOT / path).exists(), f"{link}: there is no {path}"
-    pictures = re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", text)  # a page about a file, as `blob` shows, is not the file
+    pictures = re.findall(
+        r"!\[[^\]]*\]\(([^)\s]+)\)", text
+    )  # a page about a file, as `blob` shows, is not the file
     assert pictures
     assert all(picture.startswith(RAW) for picture in pictures)
 
@@ -59,7 +63,9 @@ for torch.__version__ in sys.argv[1:]:
 
 
 def test_an_older_torch_is_refused_at_import():
-    floor = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[0]
+    floor = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        0
+    ]
     said = run_python("-c", TRY_TO_IMPORT, "2.9.1+cpu", f"{floor}.0a0+git1").stdout
     advice = f"muonfx needs torch {floor} or later, found torch 2.9.1+cpu: pip install --upgrade 'torch>={floor}'"
     assert said.splitlines() == [advice, "imported"]
@@ -81,7 +87,9 @@ def test_pages_name_the_versions_that_the_metadata_require():
         ):
             named.append((page.name, package, version))
     assert len(named) >= 8
-    assert [(page, package, version) for page, package, version in named if version != required[package]] == []
+    assert [
+        (page, package, version) for page, package, version in named if version != required[package]
+    ] == []
 
 
 # Parts of torch and others that take longer to import than all of the package, or are not needed by most who import it.
@@ -114,7 +122,16 @@ def test_nothing_heavy_is_imported_with_the_package():
     assert not HEAVY & set(new)
 
 
-MODULES = ["checkpoint", "checkpoint.convert", "contrib", "core.checks", "core.schedules", "inspect", "plot", "polar"]
+MODULES = [
+    "checkpoint",
+    "checkpoint.convert",
+    "contrib",
+    "core.checks",
+    "core.schedules",
+    "inspect",
+    "plot",
+    "polar",
+]
 MODULES += ["routing", "sharding", "testing", "transforms.attention", "tree"]
 
 
@@ -128,7 +145,8 @@ def test_dir_shows_public_names_only(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "needs", "extra"), [("plot", "matplotlib", "examples"), ("testing", "hypothesis", "testing")]
+    ("name", "needs", "extra"),
+    [("plot", "matplotlib", "examples"), ("testing", "hypothesis", "testing")],
 )
 def test_a_lazy_module_without_its_extra_says_what_to_install(name: str, needs: str, extra: str):
     code = f"""
@@ -245,7 +263,9 @@ sys.exit(pytest.main(["--collect-only", "-qq", "-p", "pytest_timeout", "-p", "no
 
 @pytest.mark.slow
 def test_no_collected_module_imports_a_package_outside_the_extra_dev():
-    pins = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "requirements").glob("*.txt"))
+    pins = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "requirements").glob("*.txt")
+    )
     engines = set(map(canonicalize_name, re.findall(r"^([\w-]+)==", pins, re.MULTILINE)))
     assert len(engines) > 15
     hidden = [

@@ -44,7 +44,9 @@ def test_an_error_comes_back_with_its_trace(world: World):
         assert type(found.error) is ValueError
         assert "none of that" in found.trace
         assert "in fail" in found.trace
-    assert world.check(2, process) == before  # an equal error on all ranks leaves nothing incomplete
+    assert (
+        world.check(2, process) == before
+    )  # an equal error on all ranks leaves nothing incomplete
     with pytest.raises(AssertionError, match="none of that"):
         world.check(2, fail)
 
@@ -55,9 +57,14 @@ def test_a_pool_goes_on_after_errors_that_leave_it_in_step_and_is_made_anew_afte
     own = World(2)
     try:
         first = own.check(2, process)
-        assert all(isinstance(found, Failed) for found in own.run(2, fail_each_in_its_own_way, skipped=None))
+        assert all(
+            isinstance(found, Failed)
+            for found in own.run(2, fail_each_in_its_own_way, skipped=None)
+        )
         assert own.check(2, process) == first
-        assert all(isinstance(found, Failed) for found in own.run(2, fail_each_in_its_own_way, skipped=1))
+        assert all(
+            isinstance(found, Failed) for found in own.run(2, fail_each_in_its_own_way, skipped=1)
+        )
         assert own.is_closed
         alive, dead = own.run(2, end, on=1)  # on new processes
         assert isinstance(alive, Failed)

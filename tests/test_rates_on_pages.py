@@ -69,7 +69,9 @@ class Rates:
         ratio = self.rest / self.matrices
         expected = {task: rest / matrices for task, (matrices, rest) in RULES.items()}
         if not any(1 / TOLERANCE < ratio / value < TOLERANCE for value in expected.values()):
-            problems.append(f"{self.place}: rest / matrices is {self.rest:g} / {self.matrices:g}, expected {expected}")
+            problems.append(
+                f"{self.place}: rest / matrices is {self.rest:g} / {self.matrices:g}, expected {expected}"
+            )
         return problems
 
 
@@ -173,7 +175,9 @@ def problems_of_call(page: Page, call: ast.Call, place: str) -> list[str]:
         by_name = {keyword.arg: keyword.value for keyword in call.keywords}
         page.trainer_rate = page.number(by_name.get("learning_rate"))
         return Rates(place, page.trainer_rate, None).problems()
-    if isinstance(call.func, ast.Name) and call.func.id == "arguments":  # arguments alone, within a sentence
+    if (
+        isinstance(call.func, ast.Name) and call.func.id == "arguments"
+    ):  # arguments alone, within a sentence
         arguments = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         matrix_rate = page.number(arguments.get("lr"))
         rest_rate = page.number(arguments.get("adamw_lr"))
@@ -184,7 +188,9 @@ def problems_of_call(page: Page, call: ast.Call, place: str) -> list[str]:
     try:
         arguments = bound(function, call)
     except TypeError as error:
-        if page.in_sentence and "positional" in str(error):  # ``law(tx, params)`` may describe any function
+        if page.in_sentence and "positional" in str(
+            error
+        ):  # ``law(tx, params)`` may describe any function
             return []
         return [f"{place}: {ast.unparse(call.func)}: {error}"]
     except ValueError:  # a function without a signature
@@ -198,7 +204,9 @@ def problems_of_call(page: Page, call: ast.Call, place: str) -> list[str]:
     if function is huggingface.muon and rate is None:
         rate = page.trainer_rate
     if rest == "adamw_lr" and matrices in arguments and rate is not None and rest not in arguments:
-        return [f"{place}: {ast.unparse(call)} has a rate for the matrices only, expected adamw_lr too"]
+        return [
+            f"{place}: {ast.unparse(call)} has a rate for the matrices only, expected adamw_lr too"
+        ]
     return Rates(place, rate, page.number(arguments.get(rest)), scaling_of(arguments)).problems()
 
 
@@ -256,10 +264,14 @@ def problems_of_configuration(configuration: Mapping[str, Any], place: str) -> l
     else:
         return []
     accepted = inspect.signature(mfx.Muon).parameters
-    problems = [f"{place}: {key!r} is no argument of Muon" for key in arguments if key not in accepted]
+    problems = [
+        f"{place}: {key!r} is no argument of Muon" for key in arguments if key not in accepted
+    ]
     for key in ("lr", "adamw_lr"):
         if isinstance(arguments.get(key), str):
-            problems.append(f"{place}: {key} is the text {arguments[key]!r}, expected a number, such as 8.0e-5")
+            problems.append(
+                f"{place}: {key} is the text {arguments[key]!r}, expected a number, such as 8.0e-5"
+            )
     numbers = {key: value for key, value in arguments.items() if isinstance(value, float | int)}
     scaling = arguments.get("lr_scaling", "match_rms_adamw")
     return problems + Rates(place, numbers.get("lr"), numbers.get("adamw_lr"), scaling).problems()
@@ -298,7 +310,9 @@ def problems_of_literals(page: Page, tree: ast.AST, place: str) -> list[str]:
                 continue
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "muon_options":
             options = ast.literal_eval(node.value)
-            problems += problems_of_configuration({"name": "muonfx", "lr": page.trainer_rate, **options}, place)
+            problems += problems_of_configuration(
+                {"name": "muonfx", "lr": page.trainer_rate, **options}, place
+            )
         elif isinstance(node, ast.Assign | ast.keyword) and isinstance(node.value, ast.List):
             name = node.arg if isinstance(node, ast.keyword) else ast.unparse(node.targets[0])
             if name == "max_lr" and len(node.value.elts) == 2:
@@ -314,7 +328,9 @@ def one_rate_for_all_groups(tree: ast.AST, place: str) -> list[str]:
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Subscript):
             continue
         is_rate = ast.unparse(node.targets[0].slice) == "'lr'"
-        if is_rate and "lr']" not in ast.unparse(node.value):  # neither the group's "lr" nor its "initial_lr"
+        if is_rate and "lr']" not in ast.unparse(
+            node.value
+        ):  # neither the group's "lr" nor its "initial_lr"
             problems.append(
                 f"{place}: {ast.unparse(node)} erases the second rate, expected a multiple of the group's own"
             )
@@ -358,9 +374,14 @@ FENCED = "```{}\n{}\n```\n"
         FENCED.format("yaml", "optim_config: {name: muonfx, learning_rate: 0.002}"),
         FENCED.format("yaml", "optim_config: {name: muonfx, lr: 8e-5}"),  # a string in YAML 1.1
         FENCED.format("json", '{"optimizer": {"type": "muonfx.Muon", "params": {"lr": 0.02}}}'),
-        FENCED.format("json", '{"optimizer": {"type": "muonfx.Muon", "params": {"lr": 0.001, "rest_lr": 0.001}}}'),
+        FENCED.format(
+            "json",
+            '{"optimizer": {"type": "muonfx.Muon", "params": {"lr": 0.001, "rest_lr": 0.001}}}',
+        ),
         FENCED.format("sh", "torchrun -m torchtitan.train --optimizer.lr 0.02"),
-        FENCED.format("python", "rate = mfx.warmup_cosine_decay_schedule(0.02, 5, 20)\ntx = mfx.muon(rate)"),
+        FENCED.format(
+            "python", "rate = mfx.warmup_cosine_decay_schedule(0.02, 5, 20)\ntx = mfx.muon(rate)"
+        ),
         FENCED.format("python", "mfx.Muon(model, lr=1e-3, adamw_lr=1e-5)"),
         FENCED.format("python", "mfx.Muon(model, lr=1e-3, adam_lr=1e-3)"),
         FENCED.format("python", 'args = TrainingArguments("out", learning_rate=0.02)'),
@@ -371,18 +392,25 @@ FENCED = "```{}\n{}\n```\n"
             "huggingface.muon(args, adamw_lr=3e-5)",
         ),
         FENCED.format("python", "from muonfx.engines import torchtitan\ntorchtitan.muon(lr=0.02)"),
-        FENCED.format("python", 'config = {"optimizer": {"type": "muonfx.Muon", "params": {"lr": 0.02}}}'),
         FENCED.format(
-            "python", "tx = mfx.chain(mfx.orthogonalize(), mfx.scale_by_shape(), mfx.scale_by_learning_rate(1.0))"
+            "python", 'config = {"optimizer": {"type": "muonfx.Muon", "params": {"lr": 0.02}}}'
+        ),
+        FENCED.format(
+            "python",
+            "tx = mfx.chain(mfx.orthogonalize(), mfx.scale_by_shape(), mfx.scale_by_learning_rate(1.0))",
         ),
         FENCED.format("pycon", ">>> mfx.muon_with_adamw(0.02)\nchain(...)"),
-        FENCED.format("diff", "- torch.optim.AdamW(model.parameters(), lr=1e-3)\n+ mfx.Muon(model, lr=0.02)"),
+        FENCED.format(
+            "diff", "- torch.optim.AdamW(model.parameters(), lr=1e-3)\n+ mfx.Muon(model, lr=0.02)"
+        ),
         'A JSON file with `{"type": "muonfx.Muon", "params": {"lr": 0.02}}`.\n',
         "Pass `mfx.Muon(model, lr=0.02)`.\n",
         "Set `lr=0.02` and `adamw_lr=3e-4`.\n",
         "Groups follow, so `max_lr=[0.02, 1e-3]` sets both.\n",
         "A tensor: `mfx.Muon(model, lr=torch.tensor(0.02), adamw_lr=torch.tensor(0.08))`.\n",
-        FENCED.format("python", 'for group in optimizer.param_groups:\n    group["lr"] = 1e-3 / step'),
+        FENCED.format(
+            "python", 'for group in optimizer.param_groups:\n    group["lr"] = 1e-3 / step'
+        ),
     ],
 )
 def test_a_wrong_rate_or_name_is_read_in_every_kind_of_code(page: str):
@@ -394,10 +422,13 @@ def test_a_wrong_rate_or_name_is_read_in_every_kind_of_code(page: str):
     [
         FENCED.format("python", 'mfx.Muon(model, lr=0.02, adamw_lr=3e-4, lr_scaling="original")'),
         FENCED.format("yaml", "optim_config: {name: muonfx, lr: 0.02, lr_scaling: original}"),
-        "<!-- not checked: shows a rate that is too large -->\n" + FENCED.format("python", "mfx.muon(0.02)"),
+        "<!-- not checked: shows a rate that is too large -->\n"
+        + FENCED.format("python", "mfx.muon(0.02)"),
         FENCED.format("yaml", "optim_config: {name: adamw, lr: 0.02}"),
         FENCED.format("python", "torch.optim.Muon(matrices, lr=0.02)"),
-        FENCED.format("python", 'for group in groups:\n    group["lr"] = 0.5 * group["initial_lr"]'),
+        FENCED.format(
+            "python", 'for group in groups:\n    group["lr"] = 0.5 * group["initial_lr"]'
+        ),
     ],
 )
 def test_a_rate_of_another_scaling_or_optimizer_is_no_problem(page: str):

@@ -19,7 +19,9 @@ from tests.test_docs import Block, blocks
 
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
-ISSUE_FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+ISSUE_FORMS = sorted(
+    path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"
+)
 METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -56,7 +58,9 @@ def test_a_workflow_has_a_trigger_least_rights_and_commands_that_exist(path: Pat
         if program == "make":
             assert arguments[0] in make_targets(), command
         elif program != "test":
-            assert (ROOT / program).stat().st_mode & 0o100, f"{command}: {program} is not an executable file"
+            assert (ROOT / program).stat().st_mode & 0o100, (
+                f"{command}: {program} is not an executable file"
+            )
 
 
 def test_the_workflows_run_all_checks_both_torches_and_the_release():
@@ -106,11 +110,15 @@ def test_an_issue_form_has_fields_that_github_accepts(path: Path):
 def test_the_command_that_forms_ask_for_prints_the_versions():
     shown = read_yaml(GITHUB / "ISSUE_TEMPLATE" / "wrong-update.yml")["body"][-2:]
     command = re.findall(r'`python -c "(.*)"`', str(shown))[0]
-    printed = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, cwd=ROOT)
+    printed = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert printed.stdout.startswith(f"{muonfx.__version__} 2.")
 
 
-@pytest.mark.parametrize("name", ["SECURITY.md", "CODE_OF_CONDUCT.md", "CITATION.cff", "LICENSE", "CHANGELOG.md"])
+@pytest.mark.parametrize(
+    "name", ["SECURITY.md", "CODE_OF_CONDUCT.md", "CITATION.cff", "LICENSE", "CHANGELOG.md"]
+)
 def test_a_file_that_strangers_look_for_is_at_the_root(name: str):
     assert len((ROOT / name).read_text(encoding="utf-8")) > 400
 
@@ -141,7 +149,9 @@ def test_the_changelog_has_this_version():
 
 def run(*words: object, cwd: Path) -> str:
     """Run a command in a folder, require that it succeeds, and return its output."""
-    done = subprocess.run(list(map(str, words)), cwd=cwd, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        list(map(str, words)), cwd=cwd, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -164,7 +174,9 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = dist.glob("*.whl")
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
     site_packages = Path(
-        run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+        run(
+            python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder
+        ).strip()
     )
     # A folder named in a .pth file is searched last. No .pth file inside it is read, so this checkout is not found.
     dependencies = Path(pytest.__file__).parent.parent
@@ -204,11 +216,30 @@ def test_the_sdist_builds_the_same_wheel_and_trains(dist: Path, installed: Path,
         sdist.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()
 
-    run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", tmp_path / "again", cwd=source)
+    run(
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "--target",
+        "wheel",
+        "--directory",
+        tmp_path / "again",
+        cwd=source,
+    )
     (wheel,), (wheel_again,) = dist.glob("*.whl"), (tmp_path / "again").glob("*.whl")
     assert zipfile.ZipFile(wheel_again).namelist() == zipfile.ZipFile(wheel).namelist()
 
-    run(installed, "examples/train_gpt.py", "--quick", "--steps", "2", "--out", tmp_path / "runs", cwd=source)
+    run(
+        installed,
+        "examples/train_gpt.py",
+        "--quick",
+        "--steps",
+        "2",
+        "--out",
+        tmp_path / "runs",
+        cwd=source,
+    )
     assert list((tmp_path / "runs").rglob("*.png"))
 
 

@@ -46,7 +46,10 @@ def consumer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: list[str], folder: Path) -> str:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}  # as an installed package: mypy then reports what importers see
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+    }  # as an installed package: mypy then reports what importers see
     full = [sys.executable, "-m", *command]
     done = subprocess.run(full, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
@@ -58,25 +61,39 @@ def by_pyright(consumer: Path) -> Found:
     settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": "standard"}
     (consumer / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
     found: Found = {}
-    report = json.loads(run(["basedpyright", "--pythonpath", sys.executable, "--outputjson", "."], consumer))
+    report = json.loads(
+        run(["basedpyright", "--pythonpath", sys.executable, "--outputjson", "."], consumer)
+    )
     assert report["summary"]["filesAnalyzed"] == 2 + len(PAGES)
     for error in report["generalDiagnostics"]:
         if error["severity"] == "error":
             line = error["range"]["start"]["line"] + 1
-            found.setdefault(Path(error["file"]).name, {}).setdefault(line, set()).add(error.get("rule", ""))
+            found.setdefault(Path(error["file"]).name, {}).setdefault(line, set()).add(
+                error.get("rule", "")
+            )
     return found
 
 
 @pytest.fixture(scope="module")
 def by_mypy(consumer: Path) -> Found:
     # torch's own Tensor.backward has no types, which --strict counts against whoever calls it
-    strict = ["mypy", "--strict", "--untyped-calls-exclude=torch", "--cache-dir", str(consumer / "cache")]
-    said = run([*strict, "--output", "json", *(path.name for path in consumer.glob("*.py"))], consumer)
+    strict = [
+        "mypy",
+        "--strict",
+        "--untyped-calls-exclude=torch",
+        "--cache-dir",
+        str(consumer / "cache"),
+    ]
+    said = run(
+        [*strict, "--output", "json", *(path.name for path in consumer.glob("*.py"))], consumer
+    )
     found: Found = {}
     for line in said.splitlines():
         error = json.loads(line)
         if error["severity"] == "error":
-            found.setdefault(Path(error["file"]).name, {}).setdefault(error["line"], set()).add(error["code"])
+            found.setdefault(Path(error["file"]).name, {}).setdefault(error["line"], set()).add(
+                error["code"]
+            )
     return found
 
 
@@ -142,14 +159,26 @@ def test_names_without_a_registry_are_all_taken():
     for partition in get_args(Partition):
         assert mfx.sharding.zero(params, 1, partition=partition).size == 1
     for replicas in get_args(Replicas):
-        assert mfx.sharding.sharded(mfx.momentum(), layout, replicas=replicas).arguments["replicas"] == replicas
+        assert (
+            mfx.sharding.sharded(mfx.momentum(), layout, replicas=replicas).arguments["replicas"]
+            == replicas
+        )
     for code in get_args(Code):
         assert mfx.int8(code=code).arguments["code"] == code
 
 
 @pytest.mark.slow
 def test_the_wheel_says_that_it_is_typed(tmp_path: Path):
-    command = ["pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(tmp_path), str(ROOT)]
+    command = [
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--quiet",
+        "--wheel-dir",
+        str(tmp_path),
+        str(ROOT),
+    ]
     run(command, tmp_path)
     (wheel,) = tmp_path.glob("muonfx-*.whl")
     assert "muonfx/py.typed" in zipfile.ZipFile(wheel).namelist()

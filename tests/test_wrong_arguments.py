@@ -248,7 +248,10 @@ PARAMS = {
     "h.0.norm.weight": torch.zeros(2),
     "wte.weight": torch.zeros(8, 2),
 }
-LABELS = {name: "muon" if name.startswith("h.") and leaf.ndim == 2 else "adamw" for name, leaf in PARAMS.items()}
+LABELS = {
+    name: "muon" if name.startswith("h.") and leaf.ndim == 2 else "adamw"
+    for name, leaf in PARAMS.items()
+}
 
 
 def said(init: Any, params: Any = PARAMS) -> list[str]:
@@ -265,19 +268,39 @@ def muon_with_adamw(view: Any = None, mask: Any = None) -> mfx.Transform:
 
 THREE = "(part=3 out) in -> part out in"
 NOTHING_MATCHES = [
-    (muon_with_adamw({"*.qvk.weight": THREE}), r"view: '\*.qvk.weight' .* 4 parameters; close: 'h.0.attn.qkv"),
-    (muon_with_adamw({"*.experts.*": THREE}), r"view: '\*.experts.\*' matches none .* they are 'h.0"),
-    (muon_with_adamw({"*.weight": "out in -> out in", "*.qkv.*": THREE}), r"'\*.qkv.\*' matches only names .*qkv"),
-    (muon_with_adamw(mask=~routing.path("*.nrom.*")), r"mask: '\*.nrom.\*' matches none .* close: 'h.0.norm.weight'"),
-    (mfx.masked(mfx.scale(2.0), routing.path("wpe.*") & routing.ndim(2)), "mask: 'wpe.*' matches none"),
+    (
+        muon_with_adamw({"*.qvk.weight": THREE}),
+        r"view: '\*.qvk.weight' .* 4 parameters; close: 'h.0.attn.qkv",
+    ),
+    (
+        muon_with_adamw({"*.experts.*": THREE}),
+        r"view: '\*.experts.\*' matches none .* they are 'h.0",
+    ),
+    (
+        muon_with_adamw({"*.weight": "out in -> out in", "*.qkv.*": THREE}),
+        r"'\*.qkv.\*' matches only names .*qkv",
+    ),
+    (
+        muon_with_adamw(mask=~routing.path("*.nrom.*")),
+        r"mask: '\*.nrom.\*' matches none .* close: 'h.0.norm.weight'",
+    ),
+    (
+        mfx.masked(mfx.scale(2.0), routing.path("wpe.*") & routing.ndim(2)),
+        "mask: 'wpe.*' matches none",
+    ),
     (mfx.add_decayed_weights(0.1, routing.path("*.fcc.*")), "mask: .* close: 'h.0.mlp.fc.weight'"),
-    (mfx.skip_nonfinite(mfx.accumulate(mfx.masked(mfx.scale(2.0), routing.path("wpe.*")), 2)), "mask: 'wpe"),
+    (
+        mfx.skip_nonfinite(mfx.accumulate(mfx.masked(mfx.scale(2.0), routing.path("wpe.*")), 2)),
+        "mask: 'wpe",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("tx", "message"), NOTHING_MATCHES)
 @pytest.mark.parametrize("face", ["plain", "optimizer", "sharded", "offloaded", "meta"])
-def test_a_pattern_that_matches_no_parameter_is_named_once_at_init(tx: mfx.Transform, message: str, face: str):
+def test_a_pattern_that_matches_no_parameter_is_named_once_at_init(
+    tx: mfx.Transform, message: str, face: str
+):
     layout = sharding.zero(PARAMS, 1)
     named = {name: nn.Parameter(leaf.clone()) for name, leaf in PARAMS.items()}
     downhill = tx if signs(tx) == {-1} else mfx.chain(tx, mfx.scale(-0.1))
@@ -306,7 +329,9 @@ def test_a_pattern_that_matches_no_parameter_is_named_once_at_init(tx: mfx.Trans
 )
 def test_a_pattern_that_matches_somewhere_is_not_spoken_of(tx: mfx.Transform):
     assert said(tx.init) == []
-    assert all("The labels of the 0 parameters are none" in message for message in said(tx.init, {}))
+    assert all(
+        "The labels of the 0 parameters are none" in message for message in said(tx.init, {})
+    )
 
 
 def test_updates_and_compiled_steps_do_not_warn_of_patterns():
@@ -325,7 +350,10 @@ def test_a_partition_without_some_label_says_which_labels_there_are_and_why():
     assert len(found) == 1
     assert "no parameter has the label 'muon'" in found[0]
     assert "The labels of the 3 parameters are 'adamw' for 3" in found[0]
-    assert "'0.weight' is 'adamw': embedding (module type Embedding), '1.bias' is 'adamw': norm" in found[0]
+    assert (
+        "'0.weight' is 'adamw': embedding (module type Embedding), '1.bias' is 'adamw': norm"
+        in found[0]
+    )
 
 
 def test_monitors_of_one_name_are_an_error_where_they_are_read():
@@ -339,7 +367,10 @@ UNUSABLE = {
     "complex": (torch.zeros(2, dtype=torch.complex64), "found torch.complex64"),
     "int": (torch.zeros(2, dtype=torch.int64), "found torch.int64.* leave it out"),
     "bool": (torch.zeros(2, dtype=torch.bool), "found torch.bool.* leave it out"),
-    "sparse": (torch.zeros(2, 2).to_sparse(), "must be dense .*found torch.float32, torch.sparse_coo"),
+    "sparse": (
+        torch.zeros(2, 2).to_sparse(),
+        "must be dense .*found torch.float32, torch.sparse_coo",
+    ),
     "mkldnn": (torch.zeros(2, 2).to_mkldnn(), "must be dense .*found torch.float32, torch._mkldnn"),
     "jagged": (
         torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layout=torch.jagged),
@@ -350,9 +381,15 @@ UNUSABLE = {
 }
 
 
-@pytest.mark.parametrize(("leaf", "message"), [pytest.param(*row, id=kind) for kind, row in UNUSABLE.items()])
-@pytest.mark.parametrize("tx", [mfx.momentum(), mfx.muon(0.1), mfx.scale(1.0)], ids=["momentum", "muon", "scale"])
-def test_a_parameter_that_cannot_be_trained_is_named_at_init(leaf: Any, message: str, tx: mfx.Transform):
+@pytest.mark.parametrize(
+    ("leaf", "message"), [pytest.param(*row, id=kind) for kind, row in UNUSABLE.items()]
+)
+@pytest.mark.parametrize(
+    "tx", [mfx.momentum(), mfx.muon(0.1), mfx.scale(1.0)], ids=["momentum", "muon", "scale"]
+)
+def test_a_parameter_that_cannot_be_trained_is_named_at_init(
+    leaf: Any, message: str, tx: mfx.Transform
+):
     params = {"good": torch.zeros(2, 2), "blocks": [{"bad": leaf}]}
     for face in (tx, sharding.offload(tx)):
         with pytest.raises(TypeError, match=f"params: 'blocks.0.bad' .*{message}"):
@@ -382,7 +419,9 @@ def test_the_advice_for_a_function_of_the_step_works():
 
 
 def test_a_function_of_one_parameter_as_mask_is_told_what_it_receives():
-    with pytest.raises(AttributeError, match=r"masked: mask: the function is called once.*routing\.where"):
+    with pytest.raises(
+        AttributeError, match=r"masked: mask: the function is called once.*routing\.where"
+    ):
         mfx.masked(mfx.scale(0.5), lambda param: param.ndim > 1).init(PARAMS)
 
 
@@ -410,7 +449,9 @@ def test_leaves_on_two_devices_are_named(moved: str):
     tx, params = mfx.adamw(), {"w": torch.ones(2)}
     trees = {"updates": params, "params": params, "state": tx.init(params)}
     trees[moved] = mfx.tree.map(lambda leaf: leaf.to("meta"), trees[moved])
-    with pytest.raises(ValueError, match=rf"{moved}: .* on meta.*\.to\(device\)|cpu and {moved}: .* on meta"):
+    with pytest.raises(
+        ValueError, match=rf"{moved}: .* on meta.*\.to\(device\)|cpu and {moved}: .* on meta"
+    ):
         tx.update(trees["updates"], trees["state"], trees["params"])
 
 

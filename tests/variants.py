@@ -52,7 +52,11 @@ def paper_normuon(
 
 
 def polargrad(
-    rate: Any, *, decay: float = 0.95, weight_decay: float = 0.0, orthogonalize: mfx.Transform = ORTHOGONALIZE
+    rate: Any,
+    *,
+    decay: float = 0.95,
+    weight_decay: float = 0.0,
+    orthogonalize: mfx.Transform = ORTHOGONALIZE,
 ) -> mfx.Transform:
     return mfx.chain(
         mfx.momentum(decay, nesterov=False),
@@ -70,7 +74,9 @@ def namo(
     lr_scaling: mfx.ShapeRule = "match_rms_adamw",
     orthogonalize: mfx.Transform = ORTHOGONALIZE,
 ) -> mfx.Transform:
-    inner = mfx.chain(orthogonalize, mfx.scale_by_shape(lr_scaling), mfx.add_decayed_weights(weight_decay))
+    inner = mfx.chain(
+        orthogonalize, mfx.scale_by_shape(lr_scaling), mfx.add_decayed_weights(weight_decay)
+    )
     return mfx.chain(contrib.scale_by_namo(inner, b1, b2), mfx.scale_by_learning_rate(rate))
 
 
@@ -83,13 +89,23 @@ def musgd(
     weight_decay: float = 0.0,
     orthogonalize: mfx.Transform = ORTHOGONALIZE,
 ) -> mfx.Transform:
-    matrices = mfx.chain(mfx.momentum(decay), orthogonalize, mfx.scale_by_shape("original"), mfx.scale(muon))
-    elements = mfx.chain(mfx.add_decayed_weights(weight_decay), mfx.momentum(decay, heavy_ball=True), mfx.scale(sgd))
-    return mfx.chain(mfx.add_updates(("muon", matrices), ("sgd", elements)), mfx.scale_by_learning_rate(rate))
+    matrices = mfx.chain(
+        mfx.momentum(decay), orthogonalize, mfx.scale_by_shape("original"), mfx.scale(muon)
+    )
+    elements = mfx.chain(
+        mfx.add_decayed_weights(weight_decay), mfx.momentum(decay, heavy_ball=True), mfx.scale(sgd)
+    )
+    return mfx.chain(
+        mfx.add_updates(("muon", matrices), ("sgd", elements)), mfx.scale_by_learning_rate(rate)
+    )
 
 
 def muon_hyperball(
-    rate: Any, *, decay: float = 0.95, nesterov: bool = True, orthogonalize: mfx.Transform = ORTHOGONALIZE
+    rate: Any,
+    *,
+    decay: float = 0.95,
+    nesterov: bool = True,
+    orthogonalize: mfx.Transform = ORTHOGONALIZE,
 ) -> mfx.Transform:
     return mfx.chain(
         mfx.momentum(decay, nesterov=nesterov),
@@ -100,12 +116,24 @@ def muon_hyperball(
     )
 
 
-def dion(rate: Any, *, rank: int = 768, decay: float = 0.95, weight_decay: float = 0.01) -> mfx.Transform:
-    return mfx.chain(contrib.scale_by_dion(rank, decay), mfx.scale_by_shape("spectral"), *ending(rate, weight_decay))
+def dion(
+    rate: Any, *, rank: int = 768, decay: float = 0.95, weight_decay: float = 0.01
+) -> mfx.Transform:
+    return mfx.chain(
+        contrib.scale_by_dion(rank, decay),
+        mfx.scale_by_shape("spectral"),
+        *ending(rate, weight_decay),
+    )
 
 
-def dion2(rate: Any, *, shrink: int = 4, decay: float = 0.95, weight_decay: float = 0.01) -> mfx.Transform:
-    return mfx.chain(contrib.scale_by_dion2(shrink, decay), mfx.scale_by_shape("spectral"), *ending(rate, weight_decay))
+def dion2(
+    rate: Any, *, shrink: int = 4, decay: float = 0.95, weight_decay: float = 0.01
+) -> mfx.Transform:
+    return mfx.chain(
+        contrib.scale_by_dion2(shrink, decay),
+        mfx.scale_by_shape("spectral"),
+        *ending(rate, weight_decay),
+    )
 
 
 def shampoo(rate: Any, *, weight_decay: float = 0.0) -> mfx.Transform:
@@ -130,7 +158,10 @@ def soap_muon(
     orthogonalize: mfx.Transform = ORTHOGONALIZE,
 ) -> mfx.Transform:
     return mfx.chain(
-        contrib.scale_by_soap(), orthogonalize, mfx.scale_by_shape(lr_scaling), *ending(rate, weight_decay)
+        contrib.scale_by_soap(),
+        orthogonalize,
+        mfx.scale_by_shape(lr_scaling),
+        *ending(rate, weight_decay),
     )
 
 
@@ -138,5 +169,17 @@ def prodigy(**options: Any) -> mfx.Transform:
     return mfx.chain(contrib.scale_by_prodigy(**options), mfx.scale(-1.0))
 
 
-SIMPLE = (adamuon, dion, dion2, muon_hyperball, musgd, namo, paper_normuon, polargrad, shampoo, soap, soap_muon)
+SIMPLE = (
+    adamuon,
+    dion,
+    dion2,
+    muon_hyperball,
+    musgd,
+    namo,
+    paper_normuon,
+    polargrad,
+    shampoo,
+    soap,
+    soap_muon,
+)
 """The chains for matrices, each a function of the learning rate."""

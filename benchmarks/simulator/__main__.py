@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         mesh = Mesh.parse(options.mesh)
-        chosen = model(options.model) if options.shapes is None else from_shapes(_shapes(options.shapes))
+        chosen = (
+            model(options.model) if options.shapes is None else from_shapes(_shapes(options.shapes))
+        )
         cluster = Cluster(
             _flops(options.flops),
             *_bandwidths(options.bandwidth),
@@ -71,7 +73,9 @@ def _bandwidths(text: str) -> tuple[float, float]:
     try:
         intra, inter = (float(part) * 1e9 for part in text.split(","))
     except ValueError:
-        raise ValueError(f"bandwidth: found {text!r}, expected two numbers of GB/s such as '300,40'") from None
+        raise ValueError(
+            f"bandwidth: found {text!r}, expected two numbers of GB/s such as '300,40'"
+        ) from None
     if not (0 < intra < math.inf and 0 < inter < math.inf):
         raise ValueError(f"bandwidth: found {text!r}, expected two finite numbers above 0")
     return intra, inter
@@ -88,7 +92,9 @@ def _flops(text: str) -> tuple[tuple[int, float], ...]:
         points = []
     sides = [side for side, _ in points]
     if not points or sides[0] < 1 or any(a >= b for a, b in pairwise(sides)):
-        raise ValueError(f"flops: found {text!r}, expected TFLOP/s such as '400', or by rising sides '128:50,1024:400'")
+        raise ValueError(
+            f"flops: found {text!r}, expected TFLOP/s such as '400', or by rising sides '128:50,1024:400'"
+        )
     if not all(0 < rate < math.inf for _, rate in points):
         raise ValueError(f"flops: found {text!r}, expected finite rates above 0")
     return tuple(points)
@@ -118,13 +124,17 @@ def _microseconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of microseconds of at least 0")
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected a number of microseconds of at least 0"
+        )
     return value
 
 
 def _size(text: str) -> int:
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number from 1 to 999,999,999")
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected a whole number from 1 to 999,999,999"
+        )
     return int(text)
 
 
@@ -136,15 +146,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     whose = parser.add_mutually_exclusive_group(required=True)
     whose.add_argument(
-        "--model", metavar="NAME|config.json", help=f"{', '.join(MODELS)}, or a config.json of Hugging Face"
+        "--model",
+        metavar="NAME|config.json",
+        help=f"{', '.join(MODELS)}, or a config.json of Hugging Face",
     )
-    whose.add_argument("--shapes", metavar="512x512*8,512x2048", help="shapes of the parameters, instead of a model")
+    whose.add_argument(
+        "--shapes",
+        metavar="512x512*8,512x2048",
+        help="shapes of the parameters, instead of a model",
+    )
     parser.add_argument(
-        "--mesh", required=True, metavar="dp=64,shard=8", help="dp x shard x tp ranks; ep is within shard"
+        "--mesh",
+        required=True,
+        metavar="dp=64,shard=8",
+        help="dp x shard x tp ranks; ep is within shard",
     )
-    parser.add_argument("--layout", choices=_LAYOUTS, help="only schemes of this layout; hsdp is fsdp2 with dp > 1")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="dtype of messages and of Newton-Schulz")
-    parser.add_argument("--state", choices=_DTYPES, default="fp32", help="dtype of momentum and moments")
+    parser.add_argument(
+        "--layout", choices=_LAYOUTS, help="only schemes of this layout; hsdp is fsdp2 with dp > 1"
+    )
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default="bf16", help="dtype of messages and of Newton-Schulz"
+    )
+    parser.add_argument(
+        "--state", choices=_DTYPES, default="fp32", help="dtype of momentum and moments"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what computes")
     parser.add_argument(
         "--flops",
@@ -153,10 +178,17 @@ def _parser() -> argparse.ArgumentParser:
         help="TFLOP/s of a rank's matrix products, or rates by the short side of the matrix",
     )
     parser.add_argument(
-        "--bandwidth", default="300,40", metavar="INTRA,INTER", help="GB/s that a rank sends within and out of its node"
+        "--bandwidth",
+        default="300,40",
+        metavar="INTRA,INTER",
+        help="GB/s that a rank sends within and out of its node",
     )
-    parser.add_argument("--latency", type=_microseconds, default=0.0, metavar="US", help="microseconds per exchange")
-    parser.add_argument("--overhead", type=_microseconds, default=0.0, metavar="US", help="microseconds per matrix")
+    parser.add_argument(
+        "--latency", type=_microseconds, default=0.0, metavar="US", help="microseconds per exchange"
+    )
+    parser.add_argument(
+        "--overhead", type=_microseconds, default=0.0, metavar="US", help="microseconds per matrix"
+    )
     parser.add_argument("--node", type=_size, default=8, help="ranks per node")
     parser.add_argument("--bucket", type=_size, default=256, help="size of a bucket in MiB")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

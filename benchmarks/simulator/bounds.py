@@ -25,11 +25,15 @@ def lower_bound(costs: Iterable[float], ranks: int) -> float:
     low, high = least, 2 * least  # assignment in descending order ends at most at mean + largest
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if _is_infeasible(middle, falling, sums, ranks) else (low, middle)
+        low, high = (
+            (middle, high) if _is_infeasible(middle, falling, sums, ranks) else (low, middle)
+        )
     return low
 
 
-def _is_infeasible(limit: float, falling: Sequence[float], sums: Sequence[float], ranks: int) -> bool:
+def _is_infeasible(
+    limit: float, falling: Sequence[float], sums: Sequence[float], ranks: int
+) -> bool:
     """Return True only if every assignment loads some rank above `limit`; False proves nothing."""
 
     def above(cost: float) -> int:
@@ -38,6 +42,8 @@ def _is_infeasible(limit: float, falling: Sequence[float], sums: Sequence[float]
     for a in set(falling[above(limit / 2) :]):
         alone, halves = above(limit - a), above(limit / 2)
         last = bisect.bisect_right(falling, -a, key=operator.neg)
-        if max(alone, halves) > ranks or sums[last] - sums[alone] > (ranks - alone) * limit * (1 + 1e-12):
+        if max(alone, halves) > ranks or sums[last] - sums[alone] > (ranks - alone) * limit * (
+            1 + 1e-12
+        ):
             return True
     return False

@@ -66,7 +66,9 @@ class Mesh(NamedTuple):
             name, _, number = part.strip().partition("=")
             wrong = not number.isdecimal() or len(number) > 9 or int(number) < 1
             if name not in Mesh._fields or name in sizes or wrong:
-                raise ValueError(f"mesh: found {part!r}, expected dims such as 'dp=64,shard=8,tp=8,ep=8', each once")
+                raise ValueError(
+                    f"mesh: found {part!r}, expected dims such as 'dp=64,shard=8,tp=8,ep=8', each once"
+                )
             sizes[name] = int(number)
         mesh = Mesh(**sizes)
         if mesh.shard % mesh.ep:
@@ -86,7 +88,12 @@ class Mesh(NamedTuple):
         return self.shard * self.tp
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={size}" for name, size in zip(self._fields, self, strict=True) if size > 1) or "dp=1"
+        return (
+            ", ".join(
+                f"{name}={size}" for name, size in zip(self._fields, self, strict=True) if size > 1
+            )
+            or "dp=1"
+        )
 
 
 class Parameter(NamedTuple):
@@ -130,8 +137,12 @@ class Setting:
         for kind in self.model.kinds:
             in_parts = kind.experts and self.mesh.ep > 1
             alike = [Parameter(kind, part if in_parts else None) for part in range(self.mesh.ep)]
-            placed += [((i + 0.5) / kind.repeats, alike[i % self.mesh.ep]) for i in range(kind.repeats)]
-        placed.sort(key=lambda entry: entry[0])  # a stable sort keeps the order of kinds within a layer
+            placed += [
+                ((i + 0.5) / kind.repeats, alike[i % self.mesh.ep]) for i in range(kind.repeats)
+            ]
+        placed.sort(
+            key=lambda entry: entry[0]
+        )  # a stable sort keeps the order of kinds within a layer
         return {f"{place:08d} {own.kind.name}": own for place, (_, own) in enumerate(placed)}
 
     @cached_property
@@ -170,12 +181,17 @@ class Setting:
 
     @cached_property
     def _params(self) -> dict[str, Tensor]:
-        blank = {kind: torch.empty(kind.shape, dtype=self.dtype, device="meta") for kind in self.model.kinds}
+        blank = {
+            kind: torch.empty(kind.shape, dtype=self.dtype, device="meta")
+            for kind in self.model.kinds
+        }
         return {name: blank[own.kind] for name, own in self.parameters.items()}
 
     @cached_property
     def _tx(self) -> Transform:
-        labels = {name: "muon" if own.kind.muon else "adam" for name, own in self.parameters.items()}
+        labels = {
+            name: "muon" if own.kind.muon else "adam" for name, own in self.parameters.items()
+        }
         return partition({"muon": orthogonalize(dtype=self.dtype), "adam": scale_by_adam()}, labels)
 
     def layout(self, kind: str) -> Layout:
@@ -193,14 +209,21 @@ class Setting:
             return self._on_mesh()
         if kind == "ddp":
             return replicated(self._params, ranks)
-        return zero(self._params, ranks, partition=cast("Partition", kind.removeprefix("zero-")), tx=self._tx)
+        return zero(
+            self._params,
+            ranks,
+            partition=cast("Partition", kind.removeprefix("zero-")),
+            tx=self._tx,
+        )
 
     def _on_mesh(self) -> Layout:
         from torch.distributed.tensor import Replicate, Shard
 
         mesh, inner = self.mesh, self.mesh.shard // self.mesh.ep
         at = [(*divmod(rank // mesh.tp, mesh.shard), rank % mesh.tp) for rank in range(mesh.ranks)]
-        places: dict[int | None, MeshCoordinates] = {None: MeshCoordinates((mesh.dp, mesh.shard, mesh.tp), at)}
+        places: dict[int | None, MeshCoordinates] = {
+            None: MeshCoordinates((mesh.dp, mesh.shard, mesh.tp), at)
+        }
         for part in range(mesh.ep) if mesh.ep > 1 else ():
             own = [(dp, s % inner, tp) if s // inner == part else None for dp, s, tp in at]
             places[part] = MeshCoordinates((mesh.dp, inner, mesh.tp), own)

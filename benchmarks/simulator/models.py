@@ -72,10 +72,14 @@ def model(name: str) -> Model:
         return _from_entries(_Config(source, entries), name)
     if name.endswith(".json"):
         return from_config(name)
-    raise ValueError(f"model: found {name!r}, expected one of {', '.join(MODELS)}, or the path of a config.json")
+    raise ValueError(
+        f"model: found {name!r}, expected one of {', '.join(MODELS)}, or the path of a config.json"
+    )
 
 
-def from_shapes(shapes: Mapping[str, tuple[int, ...]] | Iterable[tuple[int, ...]], name: str = "shapes") -> Model:
+def from_shapes(
+    shapes: Mapping[str, tuple[int, ...]] | Iterable[tuple[int, ...]], name: str = "shapes"
+) -> Model:
     """Return a model with parameters of these shapes. Muon updates those of two dims, AdamW all others.
 
     Args:
@@ -88,12 +92,19 @@ def from_shapes(shapes: Mapping[str, tuple[int, ...]] | Iterable[tuple[int, ...]
     >>> from_shapes([(512, 512)] * 4 + [(512,)]).numel
     1049088
     """
-    named = shapes.items() if isinstance(shapes, Mapping) else ((str(shape), shape) for shape in shapes)
+    named = (
+        shapes.items() if isinstance(shapes, Mapping) else ((str(shape), shape) for shape in shapes)
+    )
     found = Counter[tuple[int, ...]]()
     for of, shape in named:
         given = tuple(shape) if isinstance(shape, Iterable) else (shape,)
-        if not all(isinstance(side, int) and not isinstance(side, bool) and 0 < side <= MOST for side in given):
-            raise ValueError(f"shapes: {of} has the sides {shape!r}, expected ints from 1 to {MOST:,}")
+        if not all(
+            isinstance(side, int) and not isinstance(side, bool) and 0 < side <= MOST
+            for side in given
+        ):
+            raise ValueError(
+                f"shapes: {of} has the sides {shape!r}, expected ints from 1 to {MOST:,}"
+            )
         found[given] += 1
     kinds = tuple(
         Kind(" x ".join(map(str, shape)) or "scalar", shape, repeats, muon=len(shape) == 2)
@@ -118,7 +129,9 @@ def from_config(path: str | Path) -> Model:
     except ValueError as error:
         raise ValueError(f"model: {path} is not valid JSON: {error}") from None
     if not isinstance(given, dict):
-        raise ValueError(f"model: {path} is {type(given).__name__}, expected an object with model_type and sizes")
+        raise ValueError(
+            f"model: {path} is {type(given).__name__}, expected an object with model_type and sizes"
+        )
     entries: dict[str, Any] = {str(key): value for key, value in given.items()}  # pyright: ignore[reportUnknownVariableType]
     name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
     return _from_entries(_Config(str(path), entries), name)
@@ -145,7 +158,9 @@ class _Config:
         found = self._entries.get(name)
         found = default if found is None else found
         if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= MOST:
-            raise ValueError(f"model: {self.source}: {name} is {found!r}, expected an int from {least} to {MOST:,}")
+            raise ValueError(
+                f"model: {self.source}: {name} is {found!r}, expected an int from {least} to {MOST:,}"
+            )
         return found
 
     def flag(self, name: str) -> bool:
@@ -157,7 +172,9 @@ class _Config:
 
 
 def _from_entries(config: _Config, name: str) -> Model:
-    return _require_matrices(Model(name, config.source, tuple(_ARCHITECTURES[config.model_type](config))))
+    return _require_matrices(
+        Model(name, config.source, tuple(_ARCHITECTURES[config.model_type](config)))
+    )
 
 
 def _require_matrices(found: Model) -> Model:
@@ -181,7 +198,9 @@ def _gpt(config: _Config) -> Iterator[Kind]:
     layers, width = config.size("n_layer"), config.size("n_embd")
     mlp = config.size("n_inner", 4 * width)
     if mlp != 4 * width:
-        raise ValueError(f"model: {config.source}: n_inner is {mlp}, expected 4 n_embd = {4 * width}; give the shapes")
+        raise ValueError(
+            f"model: {config.source}: n_inner is {mlp}, expected 4 n_embd = {4 * width}; give the shapes"
+        )
     yield _linear("attention.qkv", 3 * width, width, layers)
     yield _linear("attention.out", width, width, layers)
     yield _linear("mlp.up", 4 * width, width, layers)
@@ -235,21 +254,35 @@ def _llama(
     if head_norms:
         yield _other("norms of q and k", 2 * head, repeats=layers)
     tied = config.flag("tie_word_embeddings")
-    yield _other("embedding" if tied else "embedding, head", config.size("vocab_size"), width, repeats=2 - tied)
+    yield _other(
+        "embedding" if tied else "embedding, head",
+        config.size("vocab_size"),
+        width,
+        repeats=2 - tied,
+    )
     yield _other("norms", width, repeats=2 * layers + 1)
 
 
 def _latent(config: _Config) -> Iterator[Kind]:
     """Yield DeepSeek V3's parameters: low-rank queries, keys and values, some dense layers, and layers of experts."""
-    layers, dense = config.size("num_hidden_layers"), config.size("first_k_dense_replace", 0, least=0)
+    layers, dense = (
+        config.size("num_hidden_layers"),
+        config.size("first_k_dense_replace", 0, least=0),
+    )
     sparse = layers - dense
     if sparse < 1:
-        raise ValueError(f"model: {config.source}: found {dense} dense layers, expected fewer than the {layers} layers")
-    width, heads, mlp = (config.size(n) for n in ("hidden_size", "num_attention_heads", "intermediate_size"))
+        raise ValueError(
+            f"model: {config.source}: found {dense} dense layers, expected fewer than the {layers} layers"
+        )
+    width, heads, mlp = (
+        config.size(n) for n in ("hidden_size", "num_attention_heads", "intermediate_size")
+    )
     experts, expert = config.size("n_routed_experts"), config.size("moe_intermediate_size")
     shared = config.size("n_shared_experts", 1) * expert
     q_rank, kv_rank = config.size("q_lora_rank"), config.size("kv_lora_rank")
-    no_rope, rope, value = (config.size(n) for n in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    no_rope, rope, value = (
+        config.size(n) for n in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
     yield _linear("attention.q_a", q_rank, width, layers)
     yield _linear("attention.q_b", heads * (no_rope + rope), q_rank, layers)
     yield _linear("attention.kv_a", kv_rank + rope, width, layers)
@@ -276,7 +309,9 @@ _ARCHITECTURES: dict[str, Callable[[_Config], Iterator[Kind]]] = {
     "qwen2": partial(_llama, biases=True),
     "qwen3": partial(_llama, head_norms=True),
     "mixtral": partial(_llama, experts="num_local_experts"),
-    "qwen3_moe": partial(_llama, head_norms=True, experts="num_experts", mlp="moe_intermediate_size"),
+    "qwen3_moe": partial(
+        _llama, head_norms=True, experts="num_experts", mlp="moe_intermediate_size"
+    ),
     "deepseek_v3": _latent,
 }
 """Functions that list the parameters of a configuration, by its model_type."""
@@ -288,7 +323,12 @@ def _gpt_sizes(layers: int, width: int, vocabulary: int, context: int) -> dict[s
 
 
 def _llama_3_sizes(layers: int, width: int, mlp: int, heads: int) -> dict[str, Any]:
-    sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": mlp, "num_attention_heads": heads}
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+    }
     return {"model_type": "llama", **sizes, "num_key_value_heads": 8, "vocab_size": 128256}
 
 

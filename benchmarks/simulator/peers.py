@@ -77,7 +77,9 @@ def matrices_of(on: Setting) -> list[Matrix]:
 
 def adam_state(on: Setting) -> int:
     """Return the bytes of AdamW's two moments."""
-    return sum(kind.numel * kind.repeats * on.state_of(kind) for kind in on.model.kinds if not kind.muon)
+    return sum(
+        kind.numel * kind.repeats * on.state_of(kind) for kind in on.model.kinds if not kind.muon
+    )
 
 
 def gather_everywhere(on: Setting) -> Tally:
@@ -87,9 +89,15 @@ def gather_everywhere(on: Setting) -> Tally:
     sent, replicated = Sending(mesh.ranks), Ledger(mesh.ranks)
     state.add(every, adam_state(on) / mesh.pieces)
     for matrix, count in Counter(matrices_of(on)).items():
-        ranks, holders, size = matrix.pieces(mesh), matrix.holders(mesh), count * matrix.numel * on.dtype.itemsize
+        ranks, holders, size = (
+            matrix.pieces(mesh),
+            matrix.holders(mesh),
+            count * matrix.numel * on.dtype.itemsize,
+        )
         for replica in range(mesh.dp):
-            here = range(replica * mesh.pieces + holders.start, replica * mesh.pieces + holders.stop)
+            here = range(
+                replica * mesh.pieces + holders.start, replica * mesh.pieces + holders.stop
+            )
             sent.add(here, size * (ranks - 1) / ranks, ranks)
             work.add(here, matrix.shape, count)
             state.add(here, count * matrix.numel * on.state_size)
@@ -151,7 +159,9 @@ def duplicates(on: Setting) -> Tally:
     ranks, work, state = on.mesh.ranks, Work(on, on.mesh.ranks), Ledger(on.mesh.ranks)
     state.add(range(ranks), adam_state(on) / ranks)
     matrices = matrices_of(on)
-    for matrix, held in zip(matrices, flat_cuts([matrix.numel for matrix in matrices], ranks), strict=True):
+    for matrix, held in zip(
+        matrices, flat_cuts([matrix.numel for matrix in matrices], ranks), strict=True
+    ):
         for rank in held:
             work.add(rank, matrix.shape)
             state.add(rank, matrix.numel * on.state_size)
@@ -185,11 +195,15 @@ def balanced_in_buckets(on: Setting) -> Tally:
         for bucket in _buckets(own, on.bucket // BUFFERS_PER_BUCKET * pieces // on.dtype.itemsize):
             exchanges += 2 * (pieces > 1)
             held = [0] * pieces
-            for matrix, owner in zip(bucket, owners_in_bucket([matrix.shape for matrix in bucket], loads), strict=True):
+            for matrix, owner in zip(
+                bucket, owners_in_bucket([matrix.shape for matrix in bucket], loads), strict=True
+            ):
                 size = matrix.numel * on.dtype.itemsize
                 held[owner] += size
                 work.add(ranks[owner], matrix.shape)
-                sent.add(ranks, size / pieces, pieces)  # the owner keeps its own shard and sends all others
+                sent.add(
+                    ranks, size / pieces, pieces
+                )  # the owner keeps its own shard and sends all others
                 sent.add(ranks[owner], size * (pieces - 2) / pieces, pieces)
             most = max(most, max(held) + sum(held) // pieces)
     largest = max(on.sizes)
@@ -215,7 +229,9 @@ def owners_in_bucket(shapes: Sequence[tuple[int, ...]], loads: list[int]) -> lis
     owners = [0] * len(shapes)
     for i in sorted(range(len(shapes)), key=lambda i: (-costs[i], -prod(shapes[i]), i)):
         load, numel, before, owners[i] = board[0]
-        heapq.heapreplace(board, (load + costs[i], numel + prod(shapes[i]), before + costs[i], owners[i]))
+        heapq.heapreplace(
+            board, (load + costs[i], numel + prod(shapes[i]), before + costs[i], owners[i])
+        )
     loads[:] = [before for _, _, before, _ in sorted(board, key=operator.itemgetter(3))]
     return owners
 
@@ -262,7 +278,9 @@ class Work:
 
     def add(self, ranks: int | range, shape: tuple[int, ...], times: int = 1) -> None:
         """Add this number of matrices of a shape to each of the ranks."""
-        if shape not in self._by_shape:  # a ledger has an entry for every rank, so it is created once per shape
+        if (
+            shape not in self._by_shape
+        ):  # a ledger has an entry for every rank, so it is created once per shape
             self._by_shape[shape] = Ledger(self._ranks)
         self._by_shape[shape].add(ranks, times)
 
@@ -333,9 +351,15 @@ def flat_cuts(numels: Sequence[int], ranks: int) -> list[dict[int, int]]:
 
 
 def _peer(
-    name: str, layout: str, about: str, tally: Callable[[Setting], Tally], fits: Callable[[Mesh], bool] | None = None
+    name: str,
+    layout: str,
+    about: str,
+    tally: Callable[[Setting], Tally],
+    fits: Callable[[Mesh], bool] | None = None,
 ) -> Scheme:
-    return Scheme(name, layout, about, lambda on: tally(on) if fits is None or fits(on.mesh) else None)
+    return Scheme(
+        name, layout, about, lambda on: tally(on) if fits is None or fits(on.mesh) else None
+    )
 
 
 def _is_sharded(mesh: Mesh) -> bool:
@@ -347,7 +371,13 @@ def _one_sharded_dim(mesh: Mesh) -> bool:
 
 
 PEERS = (
-    _peer("LLaMA-Factory v1", "fsdp2", "all ranks gather and compute all matrices", gather_everywhere, _is_sharded),
+    _peer(
+        "LLaMA-Factory v1",
+        "fsdp2",
+        "all ranks gather and compute all matrices",
+        gather_everywhere,
+        _is_sharded,
+    ),
     _peer(
         "Dion's Muon",
         "fsdp2",
@@ -362,7 +392,17 @@ PEERS = (
         balanced_in_buckets,
         _one_sharded_dim,
     ),
-    _peer("DeepSpeed ZeRO-1/2", "zero-flat", "every rank with a shard of a matrix computes it", duplicates),
-    _peer("DeepSpeed ZeRO-3", "zero-flat", "all ranks gather gradients, momentum, results, momentum", four_gathers),
+    _peer(
+        "DeepSpeed ZeRO-1/2",
+        "zero-flat",
+        "every rank with a shard of a matrix computes it",
+        duplicates,
+    ),
+    _peer(
+        "DeepSpeed ZeRO-3",
+        "zero-flat",
+        "all ranks gather gradients, momentum, results, momentum",
+        four_gathers,
+    ),
 )
 """The schemes of other libraries."""

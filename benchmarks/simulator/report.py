@@ -174,7 +174,9 @@ def _delays(cluster: Cluster) -> str:
 
 
 def _line(cells: Sequence[str], name: str, layout: str = "layout") -> str:
-    return f"{name:<21}{layout:<11}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+    return f"{name:<21}{layout:<11}" + "".join(
+        f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True)
+    )
 
 
 def _best_balance(on: Setting) -> list[str]:
@@ -182,7 +184,9 @@ def _best_balance(on: Setting) -> list[str]:
     mean, ranks, count = sum(on.loads) / on.mesh.ranks, on.mesh.ranks, len(on.matrices)
     least = on.least
     if least <= 1.05 * mean:
-        return _wrapped(f"The best assignment of whole matrices to all ranks has /mean = {least / mean:.2f}.")
+        return _wrapped(
+            f"The best assignment of whole matrices to all ranks has /mean = {least / mean:.2f}."
+        )
     because = (
         f"{count:,} matrices leave some of {ranks:,} ranks without work"
         if count < ranks
@@ -190,7 +194,9 @@ def _best_balance(on: Setting) -> list[str]:
         if max(on.loads) >= least
         else f"{count:,} matrices of these sizes cannot be distributed evenly over {ranks:,} ranks"
     )
-    return _wrapped(f"The best assignment of whole matrices to all ranks has /mean = {least / mean:.2f}: {because}.")
+    return _wrapped(
+        f"The best assignment of whole matrices to all ranks has /mean = {least / mean:.2f}: {because}."
+    )
 
 
 def _wrapped(text: str) -> list[str]:

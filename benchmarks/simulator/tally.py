@@ -169,7 +169,11 @@ def _tally(on: Setting, layout: str, settings: Mapping[str, Any]) -> Tally | Non
 OURS = (
     _ours("owner", "fsdp2", "one rank gathers and computes a matrix, and scatters the result"),
     _ours("whole parameters", "zero-whole", "each matrix is stored and computed on one rank"),
-    _ours("owner, flat cuts", "zero-flat", "matrices across a boundary are gathered on one rank and scattered back"),
+    _ours(
+        "owner, flat cuts",
+        "zero-flat",
+        "matrices across a boundary are gathered on one rank and scattered back",
+    ),
     _ours("split", "ddp", "each matrix is computed on one rank and broadcast", replicas="split"),
     _ours("everyone", "ddp", "all ranks compute all matrices", replicas="everyone"),
 )

@@ -51,7 +51,9 @@ def tuned(start: Mapping[str, float], loss_of: Callable[[Settings], float]) -> S
     for name in start:
         for factor in (FACTOR, 1 / FACTOR):
             center = best[name]
-            while (loss := loss_of(moved := best | {name: float(f"{best[name] * factor:.3g}")})) < least:
+            while (
+                loss := loss_of(moved := best | {name: float(f"{best[name] * factor:.3g}")})
+            ) < least:
                 best, least = moved, loss
             if best[name] != center:
                 break
@@ -79,16 +81,24 @@ class Record:
         self.path, self.task, self.lock = path, task, threading.Lock()
         # The text is a part of the Python installation, so another version of Python has another text.
         self.about = {"task": asdict(task), "text": corpus().digest, "tuning_seed": TUNING_SEED}
-        found = json.loads(path.read_text()) if path.exists() else self.about | {"rows": [], "settings": {}}
+        found = (
+            json.loads(path.read_text())
+            if path.exists()
+            else self.about | {"rows": [], "settings": {}}
+        )
         for key, value in self.about.items():
             if found[key] != value:
-                raise SystemExit(f"{path}: {key}: found {found[key]}, expected {value}: choose another file with --out")
+                raise SystemExit(
+                    f"{path}: {key}: found {found[key]}, expected {value}: choose another file with --out"
+                )
         self.rows, self.settings = found["rows"], found["settings"]
 
     def find(self, contender: str, settings: Settings, steps: int, seed: int) -> float | None:
         """Return the loss of a finished run, or None."""
         key = (contender, settings, steps, seed)
-        rows = (r for r in self.rows if (r["contender"], r["settings"], r["steps"], r["seed"]) == key)
+        rows = (
+            r for r in self.rows if (r["contender"], r["settings"], r["steps"], r["seed"]) == key
+        )
         return next((row["loss"] for row in rows), None)
 
     def write(self) -> None:
@@ -108,7 +118,12 @@ def settle(contender: str, record: Record, pool: ProcessPoolExecutor) -> None:
             return known
         found = pool.submit(train, record.task, contender, settings, steps, seed).result()
         with record.lock:
-            row = {"contender": contender, "settings": settings, "steps": steps, "seed": seed} | found
+            row = {
+                "contender": contender,
+                "settings": settings,
+                "steps": steps,
+                "seed": seed,
+            } | found
             record.rows.append(row)
             record.write()
             print(contender, settings, steps, seed, f"{found['loss']:.4f}", flush=True)
@@ -125,7 +140,9 @@ def settle(contender: str, record: Record, pool: ProcessPoolExecutor) -> None:
 def main() -> None:
     """Run the contenders that have no result yet."""
     names = [module.name for module in pkgutil.iter_modules(contenders.__path__)]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("contenders", nargs="*", default=names, help="only these")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each with one thread")
     parser.add_argument("--out", default="track_quality.json", help="file in benchmarks/results")
@@ -136,7 +153,9 @@ def main() -> None:
     record = Record(RESULTS / options.out, task)
     spawn = get_context("spawn")
     with (
-        ProcessPoolExecutor(options.jobs, spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+        ProcessPoolExecutor(
+            options.jobs, spawn, initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool,
         ThreadPoolExecutor(options.jobs + 1) as threads,
     ):
         for done in [threads.submit(settle, name, record, pool) for name in options.contenders]:

@@ -77,10 +77,14 @@ def read_tokens(path: Path) -> Tensor:
     """
     header = np.fromfile(path, dtype=np.int32, count=HEADER)
     if header.size < HEADER or header[0] != MAGIC or header[1] != VERSION:
-        raise ValueError(f"{path}: found the header {header[:2].tolist()}, expected {[MAGIC, VERSION]}: other data")
+        raise ValueError(
+            f"{path}: found the header {header[:2].tolist()}, expected {[MAGIC, VERSION]}: other data"
+        )
     tokens = np.fromfile(path, dtype=np.uint16, offset=4 * HEADER)
     if tokens.size != header[2]:
-        raise ValueError(f"{path}: found {tokens.size} tokens, expected {header[2]}: download the file again")
+        raise ValueError(
+            f"{path}: found {tokens.size} tokens, expected {header[2]}: download the file again"
+        )
     return torch.from_numpy(tokens.astype(np.int32))
 
 
@@ -129,15 +133,22 @@ class Attention(nn.Module):
     def __init__(self, width: int, head: int) -> None:
         super().__init__()
         self.head = head
-        self.query, self.key, self.value = Linear(width, width), Linear(width, width), Linear(width, width)
+        self.query, self.key, self.value = (
+            Linear(width, width),
+            Linear(width, width),
+            Linear(width, width),
+        )
         self.out = Linear(width, width)
         rotated = (1 / 1024) ** torch.linspace(0, 1, head // 4)
-        self.register_buffer("frequencies", torch.cat([rotated, torch.zeros(head // 4)]), persistent=False)
+        self.register_buffer(
+            "frequencies", torch.cat([rotated, torch.zeros(head // 4)]), persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, time, width) to the same shape."""
         query, key, value = [
-            layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         ]
         query = self.rotate(F.rms_norm(query, (self.head,)))
         key = self.rotate(F.rms_norm(key, (self.head,)))
@@ -150,7 +161,9 @@ class Attention(nn.Module):
         angles = torch.outer(positions, self.frequencies)
         cos, sin = angles.cos(), angles.sin()
         first, second = x.float().chunk(2, dim=-1)
-        return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(x.dtype)
+        return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(
+            x.dtype
+        )
 
 
 class MLP(nn.Module):
@@ -235,7 +248,9 @@ def make_optimizer(model: nn.Module, steps: int) -> mfx.TransformOptimizer:
     )
     layout = None
     if ranks() > 1:
-        layout = mfx.sharding.replicated(dict(model.named_parameters()))  # divides the orthogonalization
+        layout = mfx.sharding.replicated(
+            dict(model.named_parameters())
+        )  # divides the orthogonalization
     with warnings.catch_warnings():
         # A step changes the bf16 embedding by less than its rounding, on the track too.
         warnings.filterwarnings("ignore", "weight decay has no effect on 1 of")
@@ -268,7 +283,9 @@ def validates(step: int, steps: int) -> bool:
 def validation_loss(model: nn.Module, data: tuple[Tensor, Tensor], config: Config) -> float:
     """Return the mean loss of the validation tokens of all ranks."""
     total = torch.zeros((), device=data[0].device)
-    for inputs, targets in zip(data[0].split(config.microbatch), data[1].split(config.microbatch), strict=True):
+    for inputs, targets in zip(
+        data[0].split(config.microbatch), data[1].split(config.microbatch), strict=True
+    ):
         total += model(inputs, targets)
     sum_over_ranks(total)
     return total.item() / config.validation_tokens
@@ -287,9 +304,15 @@ def train(config: Config, data: Path, seed: int, device: torch.device) -> dict[i
         ValueError: a file is missing or damaged, there are too few tokens, or the ranks do not divide the batch.
     """
     if config.batch % ranks():
-        raise ValueError(f"batch: found {config.batch} sequences for {ranks()} ranks, expected a multiple")
-    training = batches(files_of(data, "train"), config.batch * config.context, config.context, rank(), ranks())
-    validation = batches(files_of(data, "val"), config.validation_tokens, config.context, rank(), ranks())
+        raise ValueError(
+            f"batch: found {config.batch} sequences for {ranks()} ranks, expected a multiple"
+        )
+    training = batches(
+        files_of(data, "train"), config.batch * config.context, config.context, rank(), ranks()
+    )
+    validation = batches(
+        files_of(data, "val"), config.validation_tokens, config.context, rank(), ranks()
+    )
     validation_data = on_device(next_batch(validation, data), device)
 
     torch.manual_seed(seed)  # the same weights on all ranks
@@ -307,11 +330,16 @@ def train(config: Config, data: Path, seed: int, device: torch.device) -> dict[i
             losses[step] = validation_loss(model, validation_data, config)
             if rank() == 0:
                 seconds = time.perf_counter() - began
-                print(f"step:{step}/{config.steps} val_loss:{losses[step]:.5f} seconds:{seconds:.1f}", flush=True)
+                print(
+                    f"step:{step}/{config.steps} val_loss:{losses[step]:.5f} seconds:{seconds:.1f}",
+                    flush=True,
+                )
         if step == config.steps:
             break
         inputs, targets = on_device(next_batch(training, data), device)
-        for micro in zip(inputs.split(config.microbatch), targets.split(config.microbatch), strict=True):
+        for micro in zip(
+            inputs.split(config.microbatch), targets.split(config.microbatch), strict=True
+        ):
             model(*micro).backward()
         for param in model.parameters():
             assert param.grad is not None
@@ -325,7 +353,9 @@ def files_of(data: Path, split: str) -> list[Path]:
     """Return the files ``fineweb_<split>_*.bin`` of a folder in order."""
     paths = sorted(data.glob(f"fineweb_{split}_*.bin"))
     if not paths:
-        raise ValueError(f"--data: found no fineweb_{split}_*.bin in {data}: give the folder of the track's files")
+        raise ValueError(
+            f"--data: found no fineweb_{split}_*.bin in {data}: give the folder of the track's files"
+        )
     return paths
 
 
@@ -333,7 +363,9 @@ def next_batch(loader: Iterator[tuple[Tensor, Tensor]], data: Path) -> tuple[Ten
     """Return the next batch."""
     batch = next(loader, None)
     if batch is None:
-        raise ValueError(f"--data: {data} has too few tokens: download more of its files, or give fewer --steps")
+        raise ValueError(
+            f"--data: {data} has too few tokens: download more of its files, or give fewer --steps"
+        )
     return batch
 
 
@@ -344,8 +376,15 @@ def on_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tenso
 
 def main() -> None:
     """Train with the track's configuration."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of fineweb_train_*.bin and fineweb_val_*.bin")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        help="folder of fineweb_train_*.bin and fineweb_val_*.bin",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=Config.steps)
     options = parser.parse_args()

@@ -25,11 +25,17 @@ def schedule(peak: float, steps: int) -> mfx.Schedule:
 
 def adamw(rate: float, steps: int, decay: float = DECAY) -> mfx.Transform:
     """Return AdamW without decay of vectors."""
-    return mfx.adamw(schedule(rate, steps), b2=0.95, weight_decay=decay, mask=mfx.routing.ndim(min=2))
+    return mfx.adamw(
+        schedule(rate, steps), b2=0.95, weight_decay=decay, mask=mfx.routing.ndim(min=2)
+    )
 
 
 def chain_with_adamw(
-    model: nn.Module, hidden: mfx.Transform, steps: int, rest: float = ADAM_RATE, decay: float = DECAY
+    model: nn.Module,
+    hidden: mfx.Transform,
+    steps: int,
+    rest: float = ADAM_RATE,
+    decay: float = DECAY,
 ) -> mfx.Transform:
     """Return clipping, then a transform for the hidden matrices and AdamW for the rest.
 
@@ -45,7 +51,11 @@ def chain_with_adamw(
 
 
 def with_adamw(
-    model: nn.Module, hidden: mfx.Transform, steps: int, rest: float = ADAM_RATE, decay: float = DECAY
+    model: nn.Module,
+    hidden: mfx.Transform,
+    steps: int,
+    rest: float = ADAM_RATE,
+    decay: float = DECAY,
 ) -> Callable[[], None]:
     """Return the step of an optimizer that applies `chain_with_adamw`."""
     tx = chain_with_adamw(model, hidden, steps, rest, decay)
@@ -55,7 +65,10 @@ def with_adamw(
 def clipped(model: nn.Module, steps: int, *optimizers: torch.optim.Optimizer) -> Callable[[], None]:
     """Return the step of torch optimizers with the same clipping and the same schedule; each ``lr`` is a peak."""
     planned = schedule(1.0, steps)
-    schedulers = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: float(planned(step))) for one in optimizers]
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(one, lambda step: float(planned(step)))
+        for one in optimizers
+    ]
 
     def step() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

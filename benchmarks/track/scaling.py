@@ -96,7 +96,9 @@ class Record:
         if PATH.exists():
             saved = json.loads(PATH.read_text())
             if saved["text"] != self.content["text"]:
-                raise SystemExit(f"{PATH}: its runs trained on another text; this Python has {self.content['text']}")
+                raise SystemExit(
+                    f"{PATH}: its runs trained on another text; this Python has {self.content['text']}"
+                )
             self.content = saved
         self.settings: dict[str, Settings] = self.content["settings"]
         self.rows: list[dict[str, Any]] = self.content["rows"]
@@ -199,8 +201,12 @@ def measure_times() -> None:
 
 def main() -> None:
     """Run the missing runs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", action="store_true", help="measure the time of a step, on an idle machine")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--times", action="store_true", help="measure the time of a step, on an idle machine"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.times:

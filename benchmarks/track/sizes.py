@@ -93,9 +93,14 @@ def speeds(results: Results, size: str) -> dict[str, Speed]:
         for seed in SEEDS:
             curve = [(length, by_length[seed]) for length, by_length in reference.items()]
             by_seed[contender].append(steps_to(losses[seed], curve) / steps)
-    pooled_variance = fmean([variance([math.log(ratio) for ratio in ratios]) for ratios in by_seed.values()])
+    pooled_variance = fmean(
+        [variance([math.log(ratio) for ratio in ratios]) for ratios in by_seed.values()]
+    )
     error = math.sqrt(pooled_variance / len(SEEDS))
-    return {name: Speed(ratios, math.exp(fmean(map(math.log, ratios))), error) for name, ratios in by_seed.items()}
+    return {
+        name: Speed(ratios, math.exp(fmean(map(math.log, ratios))), error)
+        for name, ratios in by_seed.items()
+    }
 
 
 def missing_runs(results: Results) -> int:
@@ -130,7 +135,11 @@ def section() -> str:
     if missing:
         return f"Not finished: {missing} runs are missing. `python -m benchmarks.track.scaling` continues.\n"
     speeds_at = {size: speeds(results, size) for size in SIZES}
-    parts = [f"![{ALT}](assets/{PICTURE.name})", _findings(speeds_at), _sizes_table(results, speeds_at)]
+    parts = [
+        f"![{ALT}](assets/{PICTURE.name})",
+        _findings(speeds_at),
+        _sizes_table(results, speeds_at),
+    ]
     if missing_checks(results) == 0:
         parts.append(_check_table(results))
     else:
@@ -150,8 +159,12 @@ def _findings(speeds_at: dict[str, dict[str, Speed]]) -> str:
         verdict = "no change was shown"
         if abs(change) > CLEAR * math.hypot(small.log_error, large.log_error):
             verdict = "its advantage grew" if change > 0 else "its advantage shrank"
-        ratios = f"{_speed_text(small)} times its steps at {SMALL}, and {_speed_text(large)} at {LARGE}"
-        lines.append(f"- **{name}**: AdamW needs {ratios} ({_change_text([small, large])}: {verdict}).")
+        ratios = (
+            f"{_speed_text(small)} times its steps at {SMALL}, and {_speed_text(large)} at {LARGE}"
+        )
+        lines.append(
+            f"- **{name}**: AdamW needs {ratios} ({_change_text([small, large])}: {verdict})."
+        )
     return "\n".join(lines)
 
 
@@ -159,7 +172,10 @@ def _sizes_table(results: Results, speeds_at: dict[str, dict[str, Speed]]) -> st
     """Return the table of losses and speeds at both sizes."""
     lines: list[list[str]] = []
     for contender, name in NAMES.items():
-        line = [name, ", ".join([f"{value:g}" for value in results["settings"][contender].values()])]
+        line = [
+            name,
+            ", ".join([f"{value:g}" for value in results["settings"][contender].values()]),
+        ]
         for size in SIZES:
             losses = losses_of(results, size, contender)
             line.append(f"{fmean(losses[min(losses)].values()):.3f}")
@@ -245,11 +261,15 @@ def draw_sizes() -> None:
         for index, (name, color, marker) in enumerate(
             zip(list(NAMES)[1:], mfx.plot.COLORS.values(), "os^D", strict=False)
         ):
-            shift = 1 + 0.012 * (index - 1.5)  # so that the marks of two contenders do not cover each other
+            shift = 1 + 0.012 * (
+                index - 1.5
+            )  # so that the marks of two contenders do not cover each other
             positions = [shift * value for value in parameters]
             means = [by_name[name].mean for by_name in speeds_at]
             errors = [by_name[name].mean * by_name[name].log_error for by_name in speeds_at]
-            axes.errorbar(positions, means, errors, color=color, marker=marker, capsize=3, label=NAMES[name])
+            axes.errorbar(
+                positions, means, errors, color=color, marker=marker, capsize=3, label=NAMES[name]
+            )
         axes.set(xscale="log", xlabel="parameters, and tokens", ylabel="AdamW's steps / steps")
         axes.set_xticks(parameters, list(SIZES))
         axes.minorticks_off()

@@ -66,7 +66,10 @@ def _crossing(by_length: dict[int, dict[int, float]], target: float) -> list[flo
         if len(first) == len(second) and fmean(first.values()) > target >= fmean(second.values()):
             slope = (fmean(second.values()) - fmean(first.values())) / math.log(long / short)
             middle = math.sqrt(short * long)
-            return [middle * math.exp((target - (first[seed] + second[seed]) / 2) / slope) for seed in sorted(first)]
+            return [
+                middle * math.exp((target - (first[seed] + second[seed]) / 2) / slope)
+                for seed in sorted(first)
+            ]
     return []
 
 
@@ -82,7 +85,10 @@ def differences(ranked: list[Standing]) -> dict[str, tuple[float, float]]:
         ratios = [own / default for own, default in zip(steps, steps_of[DEFAULT], strict=True)]
         logs_of[name] = [math.log(ratio) for ratio in ratios]
     pooled_variance = fmean([variance(logs) for name, logs in logs_of.items() if name != DEFAULT])
-    return {name: (fmean(logs), math.sqrt(pooled_variance / len(logs))) for name, logs in logs_of.items()}
+    return {
+        name: (fmean(logs), math.sqrt(pooled_variance / len(logs)))
+        for name, logs in logs_of.items()
+    }
 
 
 def track() -> str:
@@ -103,7 +109,13 @@ def track() -> str:
                 against = _against(*difference_of[standing.name])
         title = f"`{standing.name}`: {standing.title}"
         lines.append([title, settings, steps, against, f"{standing.optimizer_ms:.1f}"])
-    head = ["contender", "tuned", "steps ± standard error", f"against `{DEFAULT}`", "optimizer, ms per step"]
+    head = [
+        "contender",
+        "tuned",
+        "steps ± standard error",
+        f"against `{DEFAULT}`",
+        "optimizer, ms per step",
+    ]
     return f"{table(head, lines)}\n\n{machine_line(found, 'one thread')}\n"
 
 
@@ -131,10 +143,14 @@ def draw_track() -> None:
     figure, axes = plt.subplots(figsize=(9.6, 0.8 + 0.3 * len(ranked)), layout="constrained")
     for row, standing in enumerate(ranked):
         color = _color_of(standing.name)
-        axes.plot(standing.steps, [row] * len(standing.steps), "o", color=color, alpha=0.35, markersize=4)
+        axes.plot(
+            standing.steps, [row] * len(standing.steps), "o", color=color, alpha=0.35, markersize=4
+        )
         axes.plot([standing.mean], [row], "D", color=color, markersize=7)
     axes.set_yticks(range(len(ranked)), [standing.name for standing in ranked])
-    axes.set_xlabel(f"steps to a validation loss of {found['task']['target']:g} nats per byte", color=GREY)
+    axes.set_xlabel(
+        f"steps to a validation loss of {found['task']['target']:g} nats per byte", color=GREY
+    )
     axes.set_xscale("log")
     ticks = [200, 250, 300, 400, 500, 600, 800, 1000, 1300]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])

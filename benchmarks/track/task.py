@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # the examples are scripts, not a package
+sys.path.insert(
+    0, str(Path(__file__).parents[2] / "examples")
+)  # the examples are scripts, not a package
 
 from gpt import GPT
 from text import Corpus, read_corpus
@@ -40,7 +42,9 @@ def corpus() -> Corpus:
     return read_corpus(None)
 
 
-def train(task: Task, contender: str, settings: Mapping[str, float], steps: int, seed: int) -> dict[str, Any]:
+def train(
+    task: Task, contender: str, settings: Mapping[str, float], steps: int, seed: int
+) -> dict[str, Any]:
     """Train one model; return its validation loss, and the medians of the processor milliseconds of a step.
 
     ``model_ms`` is the time of forward and backward, ``optimizer_ms`` of the optimizer.
@@ -60,7 +64,9 @@ def train(task: Task, contender: str, settings: Mapping[str, float], steps: int,
     model_times: list[float] = []
     optimizer_times: list[float] = []
     for index in range(steps):
-        inputs, targets = (part.to(device) for part in text.batch(seed, index, task.batch, task.context))
+        inputs, targets = (
+            part.to(device) for part in text.batch(seed, index, task.batch, task.context)
+        )
         start = time.thread_time()
         F.cross_entropy(forward(inputs).flatten(0, 1), targets.flatten()).backward()
         middle = time.thread_time()
@@ -70,7 +76,9 @@ def train(task: Task, contender: str, settings: Mapping[str, float], steps: int,
         optimizer_times.append(1e3 * (end - middle))
         model.zero_grad()
     with torch.no_grad():
-        judged = [(x.to(device), y.to(device)) for x, y in text.validation_batches(32, 16, task.context)]
+        judged = [
+            (x.to(device), y.to(device)) for x, y in text.validation_batches(32, 16, task.context)
+        ]
         losses = [F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item() for x, y in judged]
     return {
         "loss": statistics.fmean(losses),

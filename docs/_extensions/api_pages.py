@@ -26,7 +26,9 @@ log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 
-BLOCK = re.compile(r"^```\{api\} *(?P<modules>[\w. ]+?)(?: *\| *(?P<names>[\w ]+))?\n```$", re.MULTILINE)
+BLOCK = re.compile(
+    r"^```\{api\} *(?P<modules>[\w. ]+?)(?: *\| *(?P<names>[\w ]+))?\n```$", re.MULTILINE
+)
 OVERVIEW = re.compile(r"^```\{api-overview\}\n```$", re.MULTILINE)
 GITHUB_NOTE = re.compile(r"^> On GitHub: .*\n\n", re.MULTILINE)
 WITH_BASE = {"muonfx.sharding.Layout"}
@@ -51,13 +53,21 @@ def _entry(symbol: public_api.Symbol) -> list[str]:
     if symbol.is_data:
         value = symbol.assigned if len(symbol.assigned) <= 160 else "..."
         head = [f".. py:data:: {symbol.name}", f"   :module: {symbol.face}", f"   :value: {value}"]
-        head += [f"   :canonical: {symbol.module}.{symbol.name}"] if symbol.module != symbol.face else []
+        head += (
+            [f"   :canonical: {symbol.module}.{symbol.name}"]
+            if symbol.module != symbol.face
+            else []
+        )
         return [*head, "", *(f"   {line}" for line in symbol.docstring.splitlines()), ""]
     if isinstance(symbol.object, type):
         kind = "autoexception" if issubclass(symbol.object, BaseException) else "autoclass"
     else:
         kind = "autofunction"
-    return [f".. {kind}:: {symbol.path}", *(["   :inherited-members: object"] if symbol.path in WITH_BASE else []), ""]
+    return [
+        f".. {kind}:: {symbol.path}",
+        *(["   :inherited-members: object"] if symbol.path in WITH_BASE else []),
+        "",
+    ]
 
 
 def members(block: re.Match[str]) -> list[public_api.Symbol]:
@@ -74,7 +84,14 @@ def expand(block: re.Match[str]) -> str:
     lines: list[str] = []
     for module in modules:
         no_index = [] if module in faces else ["   :no-index:"]
-        lines += ["````{eval-rst}", f".. automodule:: {module}", "   :no-members:", *no_index, "````", ""]
+        lines += [
+            "````{eval-rst}",
+            f".. automodule:: {module}",
+            "   :no-members:",
+            *no_index,
+            "````",
+            "",
+        ]
     lines += _table(shown)
     for symbol in shown:
         lines += ["````{eval-rst}", *_entry(symbol), "````", ""]
@@ -120,7 +137,9 @@ def subject_of(page: str) -> str | None:
     return modules[0] if len(modules) == 1 and has_first_line else None
 
 
-def _leave_out_the_subject(app: Sphinx, what: str, name: str, object_: Any, options: Any, lines: list[str]) -> None:
+def _leave_out_the_subject(
+    app: Sphinx, what: str, name: str, object_: Any, options: Any, lines: list[str]
+) -> None:
     """Remove the first paragraph of a module's docstring on the page of this module alone."""
     page = Path(app.srcdir) / f"{app.env.docname}.md"
     if what == "module" and page.exists() and subject_of(page.read_text(encoding="utf-8")) == name:
@@ -146,7 +165,9 @@ def _check_coverage(app: Sphinx, env: Any) -> None:
             )
 
 
-def _mend_backlinks(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+def _mend_backlinks(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
     """Lead from a source page to each entry by the entry's own path.
 
     `viewcode` takes one public module for all names of a source file; ours are on two, such as `muonfx.spec` and
@@ -163,7 +184,9 @@ def _mend_backlinks(app: Sphinx, page: str, template: str, context: dict[str, An
 
     faces = sorted({found.__name__ for found in public_api.public_modules()}, key=len, reverse=True)
     either = "|".join(map(re.escape, faces))
-    backlink = re.compile(rf'(?P<start><a class="viewcode-back" href="[^"#]*#)(?P<target>(?P<face>{either})\.[\w.]+)')
+    backlink = re.compile(
+        rf'(?P<start><a class="viewcode-back" href="[^"#]*#)(?P<target>(?P<face>{either})\.[\w.]+)'
+    )
     context["body"] = backlink.sub(own, context["body"])
 
 
@@ -178,12 +201,18 @@ def short_entry(entry: str) -> str:
     '(Muon)'
     """
     member = re.sub(
-        r"\((?:[a-z_]\w*\.)*(\w+) (?:attribute|method|class method|static method|property)\)", r"(\1)", entry
+        r"\((?:[a-z_]\w*\.)*(\w+) (?:attribute|method|class method|static method|property)\)",
+        r"(\1)",
+        entry,
     )
-    return re.sub(r" ?\((?:in module|class in) muonfx\.?([\w.]*)\)", r" (\1)", member).removesuffix(" ()")
+    return re.sub(r" ?\((?:in module|class in) muonfx\.?([\w.]*)\)", r" (\1)", member).removesuffix(
+        " ()"
+    )
 
 
-def _shorten_index(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+def _shorten_index(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
     """Write each entry of the general index in one line."""
     if page != "genindex":
         return

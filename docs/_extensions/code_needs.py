@@ -15,7 +15,8 @@ from html import escape
 from sphinx.application import Sphinx
 
 FENCE = re.compile(
-    r"^(?P<indent> *)```(?:python|pycon)[^\n]*\n(?P<text>.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL
+    r"^(?P<indent> *)```(?:python|pycon)[^\n]*\n(?P<text>.*?)^(?P=indent)``` *$",
+    re.MULTILINE | re.DOTALL,
 )
 EVERYWHERE = {*dir(builtins), "__name__", "mfx", "torch"}
 WITHOUT_NOTES = ("api/", "decisions/", "notebooks/", "changelog", "index")
@@ -75,7 +76,13 @@ class Names:
         elif isinstance(node, ast.For):
             self._visit_all([node.iter, node.target, *node.body, *node.orelse])
         elif isinstance(node, ast.AugAssign):
-            self._visit_all([ast.copy_location(ast.parse(ast.unparse(node.target)), node), node.value, node.target])
+            self._visit_all(
+                [
+                    ast.copy_location(ast.parse(ast.unparse(node.target)), node),
+                    node.value,
+                    node.target,
+                ]
+            )
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             self._visit_all([*([node.value] if node.value else []), *targets])
@@ -91,11 +98,24 @@ class Names:
             outer += [*node.bases, *node.keywords, *node.decorator_list]
         else:
             signature = node.args
-            outer += [*signature.defaults, *(default for default in signature.kw_defaults if default)]
+            outer += [
+                *signature.defaults,
+                *(default for default in signature.kw_defaults if default),
+            ]
             outer += node.decorator_list if isinstance(node, ast.FunctionDef) else []
-            every = [*signature.posonlyargs, *signature.args, *signature.kwonlyargs, signature.vararg, signature.kwarg]
+            every = [
+                *signature.posonlyargs,
+                *signature.args,
+                *signature.kwonlyargs,
+                signature.vararg,
+                signature.kwarg,
+            ]
             arguments = {argument.arg for argument in every if argument is not None}
-            outer += [argument.annotation for argument in every if argument is not None and argument.annotation]
+            outer += [
+                argument.annotation
+                for argument in every
+                if argument is not None and argument.annotation
+            ]
         self._visit_all(outer)
         if not isinstance(node, ast.Lambda):
             self.defined.add(node.name)
@@ -127,13 +147,18 @@ class Block:
 def blocks(page: str) -> Iterator[Block]:
     r"""The blocks of a page in Markdown, in order.
 
-    >>> [(block.needs, block.missing) for block in blocks("```python\nx = 1\n```\n```python\nprint(x, y)\n```\n")]
+    >>> [
+    ...     (block.needs, block.missing)
+    ...     for block in blocks("```python\nx = 1\n```\n```python\nprint(x, y)\n```\n")
+    ... ]
     [({}, []), ({0: ['x']}, ['y'])]
     """
     defined_in: dict[str, int] = {}
     for number, match in enumerate(FENCE.finditer(page)):
         indent = match["indent"]
-        names = Names.of("\n".join(line.removeprefix(indent) for line in match["text"].splitlines()) + "\n")
+        names = Names.of(
+            "\n".join(line.removeprefix(indent) for line in match["text"].splitlines()) + "\n"
+        )
         needs: dict[int, list[str]] = {}
         for name in sorted(names.read & defined_in.keys()):
             needs.setdefault(defined_in[name], []).append(name)

@@ -39,20 +39,42 @@ def _exists(target: str) -> bool:
 
 
 def _reference(target: str, literal: nodes.literal, **context: Any) -> addnodes.pending_xref:
-    attributes = {"refdomain": "py", "reftype": "obj", "refexplicit": False, "refwarn": False, **context}
+    attributes = {
+        "refdomain": "py",
+        "reftype": "obj",
+        "refexplicit": False,
+        "refwarn": False,
+        **context,
+    }
     return addnodes.pending_xref("", literal, reftarget=target, **attributes)
 
 
 def code_reference(
-    role: str, rawtext: str, text: str, lineno: int, inliner: states.Inliner, options: Any = None, content: Any = ()
+    role: str,
+    rawtext: str,
+    text: str,
+    lineno: int,
+    inliner: states.Inliner,
+    options: Any = None,
+    content: Any = (),
 ) -> tuple[list[nodes.Node], list[nodes.system_message]]:
     """The default role of docstrings: a reference if the text names something, code if not."""
     literal = nodes.literal(rawtext, text)
     if not re.fullmatch(r"[A-Za-z_][\w.]*", text):
         return [literal], []
     known = inliner.document.settings.env.ref_context
-    context = {"py:module": known.get("py:module"), "py:class": known.get("py:class"), "quiet": True}
-    return [_reference(text.replace("mfx.", "muonfx.", 1) if text.startswith("mfx.") else text, literal, **context)], []
+    context = {
+        "py:module": known.get("py:module"),
+        "py:class": known.get("py:class"),
+        "quiet": True,
+    }
+    return [
+        _reference(
+            text.replace("mfx.", "muonfx.", 1) if text.startswith("mfx.") else text,
+            literal,
+            **context,
+        )
+    ], []
 
 
 class LinkNames(SphinxTransform):
@@ -64,10 +86,14 @@ class LinkNames(SphinxTransform):
         """Walk the document."""
         for literal in list(self.document.findall(nodes.literal)):
             match = NAME.fullmatch(literal.astext())
-            inside = isinstance(literal.parent, nodes.reference | addnodes.pending_xref | nodes.title)
+            inside = isinstance(
+                literal.parent, nodes.reference | addnodes.pending_xref | nodes.title
+            )
             if match and not inside:
                 target = f"muonfx{match['path']}"
-                literal.replace_self(_reference(target, literal.deepcopy(), quiet=True, in_page=True))
+                literal.replace_self(
+                    _reference(target, literal.deepcopy(), quiet=True, in_page=True)
+                )
 
 
 def _plain_if_unknown(app: Sphinx, env: Any, node: addnodes.pending_xref, contnode: Any) -> Any:
@@ -77,7 +103,9 @@ def _plain_if_unknown(app: Sphinx, env: Any, node: addnodes.pending_xref, contno
     if node.get("quiet"):
         full = target if target.startswith("muonfx.") else f"muonfx.{target}"
         if full in domain.objects:
-            return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", full, node, contnode)
+            return domain.resolve_xref(
+                env, node["refdoc"], app.builder, "obj", full, node, contnode
+            )
         if node.get("in_page") and not node["refdoc"].startswith(RECORDS) and not _exists(full):
             log.warning("%s names nothing in muonfx", contnode.astext(), location=node)
         return contnode
@@ -90,17 +118,25 @@ def _plain_if_unknown(app: Sphinx, env: Any, node: addnodes.pending_xref, contno
 def _before_letters(pieces: list[str]) -> str:
     """Join text and code in turn, with an escaped space between code and a letter, as in ``leaf``s."""
     marked = [
-        code + "\\ " if re.match(r"\w", after) else code for code, after in zip(pieces[1::2], pieces[2::2], strict=True)
+        code + "\\ " if re.match(r"\w", after) else code
+        for code, after in zip(pieces[1::2], pieces[2::2], strict=True)
     ]
-    return "".join([pieces[0], *(text for pair in zip(marked, pieces[2::2], strict=True) for text in pair)])
+    return "".join(
+        [pieces[0], *(text for pair in zip(marked, pieces[2::2], strict=True) for text in pair)]
+    )
 
 
-def _to_restructured(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def _to_restructured(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     """Turn what a docstring writes as Markdown into reStructuredText; what stands in examples is left alone."""
     parts = re.split(r"(^ *>>> .*(?:\n *\S.*)*)", "\n".join(lines), flags=re.MULTILINE)
     for i in range(0, len(parts), 2):
         pieces = DOUBLE.split(parts[i])
-        pieces[::2] = [FORMULA.sub(lambda m: f":math:`{' '.join(m['tex'].split())}`", piece) for piece in pieces[::2]]
+        pieces[::2] = [
+            FORMULA.sub(lambda m: f":math:`{' '.join(m['tex'].split())}`", piece)
+            for piece in pieces[::2]
+        ]
         pieces[::2] = [_before_letters(SINGLE.split(piece)) for piece in pieces[::2]]
         parts[i] = _before_letters(pieces)
     lines[:] = "".join(parts).split("\n")
@@ -114,7 +150,9 @@ class CheckMarkup(SphinxTransform):
     def apply(self, **_: object) -> None:
         """Walk the document."""
         for text in self.document.findall(nodes.Text):
-            if "`" in text and not isinstance(text.parent, nodes.literal | nodes.literal_block | nodes.raw):
+            if "`" in text and not isinstance(
+                text.parent, nodes.literal | nodes.literal_block | nodes.raw
+            ):
                 self._warn(text)
         for literal in self.document.findall(nodes.literal):
             if "``" in literal.astext() or literal.astext().startswith("\\ "):
@@ -135,6 +173,8 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_transform(LinkNames)
     app.add_transform(CheckMarkup)
     app.connect("missing-reference", _plain_if_unknown)
-    app.connect("autodoc-process-docstring", _to_restructured, priority=400)  # before napoleon moves the lines
+    app.connect(
+        "autodoc-process-docstring", _to_restructured, priority=400
+    )  # before napoleon moves the lines
     app.connect("source-read", _blank_lines)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -29,20 +29,27 @@ def stacked(picture: str, parts: list[Box]) -> str:
     width = max(part[2] for part in parts)
     height = sum(part[3] for part in parts)
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    lines = [f'<svg {names} viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}">']
+    lines = [
+        f'<svg {names} viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}">'
+    ]
     lines.append(f'<defs><g id="whole">{match["content"].strip()}</g></defs>')
     top = 0.0
     for x, y, part_width, part_height in parts:
         left = (width - part_width) / 2
         place = f'x="{left:g}" y="{top:g}" width="{part_width:g}" height="{part_height:g}"'
-        lines.append(f'<svg {place} viewBox="{x:g} {y:g} {part_width:g} {part_height:g}"><use href="#whole"/></svg>')
+        lines.append(
+            f'<svg {place} viewBox="{x:g} {y:g} {part_width:g} {part_height:g}"><use href="#whole"/></svg>'
+        )
         top += part_height
     return "\n".join([*lines, "</svg>", ""])
 
 
 def narrow_pictures() -> dict[str, str]:
     """The SVG of every narrow picture, by the name of the wide one."""
-    found = {path.stem.removesuffix("-narrow"): path.read_text("utf-8") for path in ASSETS.rglob("*-narrow.svg")}
+    found = {
+        path.stem.removesuffix("-narrow"): path.read_text("utf-8")
+        for path in ASSETS.rglob("*-narrow.svg")
+    }
     wide = {path.stem: path for path in ASSETS.rglob("*.svg")}
     for name, parts in json.loads((ASSETS / "narrow.json").read_text("utf-8")).items():
         found[name] = stacked(wide[name].read_text("utf-8"), parts)

@@ -43,7 +43,9 @@ def question(path: Path) -> tuple[str, str]:
     first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
     found = re.match(r"# (?P<title>[^\n]+)\n+(?:\*\*(?P<question>.+?)\*\*)?", first, re.DOTALL)
     if not found:
-        raise ValueError(f"{path}: the first cell should begin with '# ' and a title; found {first[:80]!r}")
+        raise ValueError(
+            f"{path}: the first cell should begin with '# ' and a title; found {first[:80]!r}"
+        )
     return found["title"].strip(), " ".join((found["question"] or "").split())
 
 
@@ -60,7 +62,9 @@ def _on_source(app: Sphinx, docname: str, content: list[str]) -> None:
     """Let links to notebooks lead to their copies below docs/."""
     depth = docname.count("/")
     if not docname.startswith("notebooks/"):
-        content[0] = content[0].replace(f"]({'../' * (depth + 1)}notebooks/", f"]({'../' * depth}notebooks/")
+        content[0] = content[0].replace(
+            f"]({'../' * (depth + 1)}notebooks/", f"]({'../' * depth}notebooks/"
+        )
 
 
 class DownloadLink(SphinxTransform):
@@ -74,10 +78,16 @@ class DownloadLink(SphinxTransform):
         title = next(iter(self.document.findall(nodes.title)), None)
         if source.suffix != ".ipynb" or title is None:
             return
-        link = addnodes.download_reference("", "", reftarget=f"/{source.relative_to(self.env.srcdir)}")
+        link = addnodes.download_reference(
+            "", "", reftarget=f"/{source.relative_to(self.env.srcdir)}"
+        )
         link += nodes.literal("", source.name, classes=["xref", "download"])
-        note = nodes.paragraph("", "Download ", link, nodes.Text(". "), classes=["notebook-download"])
-        note += nodes.Text("The outputs below are those of the committed file, which is executed by every CI run.")
+        note = nodes.paragraph(
+            "", "Download ", link, nodes.Text(". "), classes=["notebook-download"]
+        )
+        note += nodes.Text(
+            "The outputs below are those of the committed file, which is executed by every CI run."
+        )
         title.parent.insert(title.parent.index(title) + 1, note)
 
 

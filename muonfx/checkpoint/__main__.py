@@ -18,7 +18,9 @@ from muonfx.internal.display import Table, format_bytes, printable
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. Arguments that cannot be parsed end the process with exit code 2."""
-    parser = argparse.ArgumentParser(prog="python -m muonfx.checkpoint", description="Look at checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="python -m muonfx.checkpoint", description="Look at checkpoints."
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     # Each command has a function, which gets the path and returns the exit code.
     for name, run, text in (
@@ -57,8 +59,18 @@ def _inspect(path: Path) -> int:
             rows.append((checkpoint.name, "?", "?", "?", str(error)))
         else:
             leaves = str(len(index.leaves))
-            rows.append((checkpoint.name, str(index.step), leaves, format_bytes(index.nbytes), "looks whole"))
-    print(Table(("checkpoint", "step", "leaves", "bytes", "state"), rows, right=(1, 2, 3)).to_text())
+            rows.append(
+                (
+                    checkpoint.name,
+                    str(index.step),
+                    leaves,
+                    format_bytes(index.nbytes),
+                    "looks whole",
+                )
+            )
+    print(
+        Table(("checkpoint", "step", "leaves", "bytes", "state"), rows, right=(1, 2, 3)).to_text()
+    )
     return 0
 
 

@@ -14,7 +14,13 @@ from muonfx.checkpoint.folder import StrPath
 from muonfx.checkpoint.group_names import Group, renamed_groups, without_removed_params
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import GROUPS, StateSpec, in_section, is_optimizer, is_sharded
-from muonfx.checkpoint.load import Loaded, LoadRequest, Target, load_checkpoint, require_no_arguments
+from muonfx.checkpoint.load import (
+    Loaded,
+    LoadRequest,
+    Target,
+    load_checkpoint,
+    require_no_arguments,
+)
 from muonfx.checkpoint.match import ADVICE_ON_RENAMING, SavedLeaf, cast_of, saved_leaves
 from muonfx.checkpoint.sources import Shapes, Sources, find_sources, states_by_parameter
 from muonfx.checkpoint.state_dicts import paths_of_state_dicts
@@ -48,7 +54,9 @@ class Continuation(Shown):
     >>> import muonfx as mfx
     >>> path = mfx.checkpoint.save(tempfile.mkdtemp(), mfx.momentum().init({"w": torch.ones(2)}))
     >>> changed = mfx.chain(mfx.momentum(), mfx.scale(-0.1))
-    >>> mfx.checkpoint.load_changed(path, changed.init({"w": torch.ones(2), "b": torch.ones(2)})).new
+    >>> mfx.checkpoint.load_changed(
+    ...     path, changed.init({"w": torch.ones(2), "b": torch.ones(2)})
+    ... ).new
     ('momentum/trace/b',)
     """
 
@@ -138,7 +146,9 @@ def load_changed(
         muon/trace/out  dropped
     """
     if isinstance(like, StateSpec):
-        raise TypeError("like: found a StateSpec, expected a state with values, which new leaves keep: tx.init(params)")
+        raise TypeError(
+            "like: found a StateSpec, expected a state with values, which new leaves keep: tx.init(params)"
+        )
     rules = {"allow_other_chain": True, "rename": rename}
     if not is_optimizer(like):
         request = LoadRequest(like, tx, rules, target_class=ChangedTarget)
@@ -146,7 +156,9 @@ def load_changed(
     require_no_arguments(tx, None)
     like.follow_model()  # it may have been sharded since the last step
     state = like.transform_state
-    request = LoadRequest(state, like.transform, rules, objects={GROUPS}, target_class=ChangedTarget)
+    request = LoadRequest(
+        state, like.transform, rules, objects={GROUPS}, target_class=ChangedTarget
+    )
     loaded = load_checkpoint(path, request, group)
     return _continue_optimizer(like, _account_of(loaded), loaded.index, rename)
 
@@ -209,7 +221,9 @@ def _continue_optimizer(
     return replace(continuation, state=optimizer.transform_state, groups=groups_text)
 
 
-def _continue_with_own_groups(optimizer: Any, continuation: Continuation, index: Index, reason: str) -> Continuation:
+def _continue_with_own_groups(
+    optimizer: Any, continuation: Continuation, index: Index, reason: str
+) -> Continuation:
     """Load a state into an optimizer that keeps its param groups, for the ``reason`` that the account then has.
 
     The account also shows how to create a scheduler for these groups, which continues at the step of the checkpoint.
@@ -223,7 +237,10 @@ def _moved_params(groups: list[Group], saved_groups: list[Group]) -> str:
     """Explain that parameters have another label than in the saved groups; return "" if none has.
 
     >>> saved_groups = [{"label": "muon", "param_names": ["up", "out"]}]
-    >>> groups = [{"label": "muon", "param_names": ["up"]}, {"label": "adamw", "param_names": ["out"]}]
+    >>> groups = [
+    ...     {"label": "muon", "param_names": ["up"]},
+    ...     {"label": "adamw", "param_names": ["out"]},
+    ... ]
     >>> _moved_params(groups, saved_groups)
     "'out' moved from group 'muon' to 'adamw'"
     """
@@ -284,8 +301,12 @@ def _with_keys_of(groups: list[Group], saved_groups: list[Group]) -> tuple[list[
     The number of a transform that was not saved, such as "scale.factor", is taken from the optimizer. Also return a
     text for each group with such numbers.
 
-    >>> groups = [{"label": "a", "inner.momentum.decay": 0.9, "scale.factor": 2.0, "param_names": ["w"]}]
-    >>> converted, texts = _with_keys_of(groups, [{"label": "a", "momentum.decay": 0.95, "param_names": ["w"]}])
+    >>> groups = [
+    ...     {"label": "a", "inner.momentum.decay": 0.9, "scale.factor": 2.0, "param_names": ["w"]}
+    ... ]
+    >>> converted, texts = _with_keys_of(
+    ...     groups, [{"label": "a", "momentum.decay": 0.95, "param_names": ["w"]}]
+    ... )
     >>> converted
     [{'label': 'a', 'param_names': ['w'], 'inner.momentum.decay': 0.95, 'scale.factor': 2.0}]
     >>> texts
@@ -296,7 +317,9 @@ def _with_keys_of(groups: list[Group], saved_groups: list[Group]) -> tuple[list[
     group_of = _groups_by_param(groups)
     for saved_group in saved_groups:
         converted = dict(saved_group)
-        converted.pop(CHAINS, None)  # the code of the chain that was saved, which may be another one now
+        converted.pop(
+            CHAINS, None
+        )  # the code of the chain that was saved, which may be another one now
         group = _group_with_params_of(saved_group, group_of)
         new_keys: list[str] = []
         for key, old_key in _old_keys(group, saved_group).items():
@@ -308,7 +331,9 @@ def _with_keys_of(groups: list[Group], saved_groups: list[Group]) -> tuple[list[
                 converted.pop(old_key, None)  # two numbers may have had one key
         converted_groups.append(converted)
         if new_keys:
-            texts.append(f"of group {group.get('label')!r}, {format_list(new_keys)} stay as in this optimizer")
+            texts.append(
+                f"of group {group.get('label')!r}, {format_list(new_keys)} stay as in this optimizer"
+            )
     return converted_groups, texts
 
 
@@ -330,7 +355,10 @@ def _old_keys(group: Group, saved_group: Group) -> dict[str, str | None]:
     The chain that was saved may be inside another transform now: "momentum.decay" is then "inner.momentum.decay". The
     number of a new transform was not saved.
 
-    >>> _old_keys({"lr": 0.1, "inner.momentum.decay": 0.9, "scale.factor": 2.0}, {"lr": 0.1, "momentum.decay": 0.95})
+    >>> _old_keys(
+    ...     {"lr": 0.1, "inner.momentum.decay": 0.9, "scale.factor": 2.0},
+    ...     {"lr": 0.1, "momentum.decay": 0.95},
+    ... )
     {'inner.momentum.decay': 'momentum.decay', 'scale.factor': None}
     """
     missing_keys = group.keys() - saved_group.keys() - _KEYS_WITHOUT_NUMBERS
@@ -339,11 +367,15 @@ def _old_keys(group: Group, saved_group: Group) -> dict[str, str | None]:
     old_key_of: dict[str, str | None] = {}
     for key in sorted(missing_keys):
         old_keys = [free_key for free_key in free_keys if key.endswith(f".{free_key}")]
-        old_key_of[key] = max(old_keys, key=len, default=None)  # "momentum.decay" has more in common than "decay"
+        old_key_of[key] = max(
+            old_keys, key=len, default=None
+        )  # "momentum.decay" has more in common than "decay"
     return old_key_of
 
 
-_KEYS_WITHOUT_NUMBERS = frozenset(["label", "param_names", "numbers_in_code", "schedules", "schedules_in_code"])
+_KEYS_WITHOUT_NUMBERS = frozenset(
+    ["label", "param_names", "numbers_in_code", "schedules", "schedules_in_code"]
+)
 """Keys of a group that are no hyperparameters."""
 
 
@@ -420,10 +452,14 @@ class ChangedTarget(Target):
         This is so if "trace/w" of a momentum was saved, and "mu/w" and "nu/w" of Adam are requested. ``shapes`` and
         ``stored_shapes`` have the shape of each leaf of ``like`` and of the checkpoint, by name.
         """
-        if not shapes or self.sources.source_of:  # nothing is requested, or something is carried over
+        if (
+            not shapes or self.sources.source_of
+        ):  # nothing is requested, or something is carried over
             return
         texts = [f"{name!r} {shape}" for name, shape in shapes.items()]
-        stored_texts = [f"{name!r} {shape}" for name, shape in stored_shapes.items()] or ["no state"]
+        stored_texts = [f"{name!r} {shape}" for name, shape in stored_shapes.items()] or [
+            "no state"
+        ]
         problem = (
             "no leaf of the checkpoint fits `like`, whose whole state would start again: it has "
             f"{format_list(stored_texts, str)}, and `like` has {format_list(texts, str)}"
@@ -439,7 +475,9 @@ class ChangedTarget(Target):
             objects: the names of all other values. "optimizer/param_groups/0/lr" is of the state dict of an optimizer.
         """
         if paths_of_state_dicts(objects):
-            return "it has the state dict of an optimizer: pass an optimizer as `like`, not its state"
+            return (
+                "it has the state dict of an optimizer: pass an optimizer as `like`, not its state"
+            )
         to_start_again = "to start the state again, do not call load_changed"
         has_moments_of_torch = any(name.startswith("exp_avg/") for name in stored_names)
         if not has_moments_of_torch:
@@ -498,8 +536,16 @@ class ChangedTarget(Target):
         Two parameters were in the transforms "a" and "b", with the counts ``{"a/count": 100, "b/count": 7}``, and now
         both are in "a". No value of "a/count" is right for both.
         """
-        for name, stored_names in self.sources.equal_counts.items():  # such as "a/count", ["a/count", "b/count"]
-            counts = {stored_name: self.compared_counts[stored_name].item() for stored_name in stored_names}
+        for (
+            name,
+            stored_names,
+        ) in self.sources.equal_counts.items():  # such as "a/count", ["a/count", "b/count"]
+            counts = {
+                stored_name: self.compared_counts[stored_name].item()
+                for stored_name in stored_names
+            }
             if len(set(counts.values())) > 1:
                 problem = f"{name!r} would be the step count of parameters with the counts {counts}"
-                raise mismatch(self.where, [problem], ["give these parameters a label of their own"])
+                raise mismatch(
+                    self.where, [problem], ["give these parameters a label of their own"]
+                )

@@ -79,9 +79,13 @@ def first_of_each_kind(problems: Iterable[str], most: int = 10) -> list[str]:
 
 def mismatch(where: str, problems: Sequence[str], advice: Sequence[str]) -> MismatchError:
     """Return the error of a checkpoint at the path ``where`` that does not fit, with sentences about what to do."""
-    text = f"{where} does not fit, nothing was loaded:\n  " + "\n  ".join(first_of_each_kind(problems))
+    text = f"{where} does not fit, nothing was loaded:\n  " + "\n  ".join(
+        first_of_each_kind(problems)
+    )
     if advice:
-        text += "\nwhat to do:\n  " + "\n  ".join(dict.fromkeys(advice))  # each sentence once, in order
+        text += "\nwhat to do:\n  " + "\n  ".join(
+            dict.fromkeys(advice)
+        )  # each sentence once, in order
     return MismatchError(text, problems)
 
 

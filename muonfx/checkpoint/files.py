@@ -88,7 +88,10 @@ def sync_folder(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # raised by file systems that cannot flush a folder
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # raised by file systems that cannot flush a folder
             raise
     finally:
         os.close(handle)
@@ -184,7 +187,9 @@ def open_to_wait(index_path: Path) -> FileIO | None:
     After the rename, the replaced file has no name, and can be locked only if it is already open.
     """
     try:
-        return FileIO(index_path, "r+b")  # some file systems lock only files that are open for writing
+        return FileIO(
+            index_path, "r+b"
+        )  # some file systems lock only files that are open for writing
     except OSError:
         return None
 
@@ -255,7 +260,9 @@ def _locked_file(path: Path) -> FileIO:
     # that no empty one is left.
     unnamed_file = _unnamed_file(path.parent)
     if unnamed_file is not None:
-        with ExitStack() as stack:  # closes the file at the end of the block, unless it got its name
+        with (
+            ExitStack() as stack
+        ):  # closes the file at the end of the block, unless it got its name
             stack.enter_context(unnamed_file)
             _lock_and_sign(unnamed_file)
             if _give_name(unnamed_file, path):
@@ -337,4 +344,6 @@ def checksum_of(data: bytes | bytearray | memoryview) -> str:
 def check_byte_order() -> None:
     """Raise on a big-endian machine, because the files of checkpoints are little-endian."""
     if sys.byteorder != "little":
-        raise CheckpointError("checkpoints store little-endian numbers, and this machine is big-endian")
+        raise CheckpointError(
+            "checkpoints store little-endian numbers, and this machine is big-endian"
+        )

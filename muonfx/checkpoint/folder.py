@@ -12,8 +12,21 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError, ReplacedError
-from muonfx.checkpoint.files import LONGEST_LOCK, close_read, lock, open_regular, read_regular, this_boot
+from muonfx.checkpoint.errors import (
+    CheckpointError,
+    CorruptError,
+    FormatError,
+    NotFoundError,
+    ReplacedError,
+)
+from muonfx.checkpoint.files import (
+    LONGEST_LOCK,
+    close_read,
+    lock,
+    open_regular,
+    read_regular,
+    this_boot,
+)
 from muonfx.checkpoint.index import (
     INDEX,
     Index,
@@ -57,7 +70,9 @@ def folder_named(path: StrPath) -> Path:
     Without this check, ``None`` or a name with a zero byte would be an error in the middle of a save, and the empty
     string would be the current folder.
     """
-    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):  # os.fspath may return bytes
+    if not isinstance(path, str | os.PathLike) or not isinstance(
+        os.fspath(path), str
+    ):  # os.fspath may return bytes
         raise TypeError(f"path must be a str or a path, found {path!r}")
     text = os.fspath(path)
     try:
@@ -114,7 +129,12 @@ def _errors_of_index(path: Path) -> Generator[None]:
     except OSError as error:
         message = f"{path / INDEX}: cannot be read: {error.strerror}"
         # These refuse access to the path, and do not show that the file is damaged.
-        is_path_refused = error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
+        is_path_refused = error.errno in (
+            errno.EACCES,
+            errno.EPERM,
+            errno.ENAMETOOLONG,
+            errno.ELOOP,
+        )
         if is_path_refused:
             raise CheckpointError(message) from error
         raise CorruptError(message) from error
@@ -128,7 +148,9 @@ def inspect_and_keep(path: Path) -> Generator[Index]:
     Raise `ReplacedError` if a save replaced the checkpoint before its index could be locked.
     """
     with ExitStack() as stack:  # closes the index at the end of the block, which ends the lock
-        with _errors_of_index(path):  # not around the caller's block, whose errors are of other files
+        with _errors_of_index(
+            path
+        ):  # not around the caller's block, whose errors are of other files
             file = open_regular(path / INDEX)
             stack.callback(close_read, file)
             lock(file, shared=True)  # a save that replaces this index waits until the lock ends
@@ -159,7 +181,9 @@ def retried(path: object, attempt: Callable[[int], Result]) -> Result:
     for number in range(ATTEMPTS):
         with suppress(ReplacedError):  # the loop continues after this error only
             return attempt(number)
-    raise ReplacedError(f"{path} was replaced {ATTEMPTS} times while it was read: pause its writer, or read a copy")
+    raise ReplacedError(
+        f"{path} was replaced {ATTEMPTS} times while it was read: pause its writer, or read a copy"
+    )
 
 
 def with_reader(path: Path, work: Callable[[DataReader], Result]) -> Result:
@@ -203,7 +227,9 @@ def _why_no_checkpoint(path: Path) -> str:
     For example "there is no checkpoint at runs/a: no such folder". Other reasons are that the path is a file of
     torch.save, a folder of torch's own storage, or a folder that contains checkpoints.
     """
-    with suppress(OSError, CheckpointError):  # if the reason cannot be found out, the last message has none
+    with suppress(
+        OSError, CheckpointError
+    ):  # if the reason cannot be found out, the last message has none
         if not path.exists():
             return f"there is no checkpoint at {path}: no such folder"
         if not path.is_dir():
@@ -335,7 +361,10 @@ def latest(folder: StrPath, *, verify: bool = False) -> Path | None:
         except CheckpointError as error:
             is_removed = isinstance(error, NotFoundError) and not os.path.islink(path)
             if not is_removed:  # since the folder was listed
-                warnings.warn(f"{path.name} is not used, and an older checkpoint is tried: {error}", stacklevel=2)
+                warnings.warn(
+                    f"{path.name} is not used, and an older checkpoint is tried: {error}",
+                    stacklevel=2,
+                )
         else:
             return path
     return None
@@ -420,7 +449,9 @@ def _remove(path: Path) -> bool:
         return True
     try:
         index = inspect(path)
-        (path / INDEX).unlink()  # first, so that a partly removed checkpoint is never taken for a whole one
+        (
+            path / INDEX
+        ).unlink()  # first, so that a partly removed checkpoint is never taken for a whole one
         for file in index.files:
             (path / file.name).unlink(missing_ok=True)
     except (FileNotFoundError, NotFoundError):  # another process has removed it
@@ -592,7 +623,9 @@ def _may_exist(path: Path) -> bool:
         return True
 
 
-def _leftover_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool = False) -> list[Path]:
+def _leftover_files(
+    folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool = False
+) -> list[Path]:
     """Return the files of saves in a checkpoint's folder that are not part of the checkpoint, and maybe remove them.
 
     With the ``verdicts`` ``("dead",)`` these are the files of killed saves, and with ``("unknown",)`` the files of
@@ -600,7 +633,9 @@ def _leftover_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool
     """
     leftovers: list[Path] = []
     for save_id, names in _names_by_save(folder).items():
-        with ExitStack() as stack:  # holds the lock of a dead save, so that no other process removes its files too
+        with (
+            ExitStack() as stack
+        ):  # holds the lock of a dead save, so that no other process removes its files too
             if _verdict(folder, save_id, stack) not in verdicts:
                 continue
             try:

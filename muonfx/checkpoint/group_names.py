@@ -13,7 +13,10 @@ Group = dict[str, Any]
 
 
 def renamed_groups(
-    saved_groups: Sequence[Group], leaf_names: Iterable[str], rename: Rename | None, groups: Sequence[Group]
+    saved_groups: Sequence[Group],
+    leaf_names: Iterable[str],
+    rename: Rename | None,
+    groups: Sequence[Group],
 ) -> list[Group]:
     """Return saved param groups with the names that ``rename`` gives to the leaves of their parameters.
 
@@ -33,7 +36,9 @@ def renamed_groups(
     new_name_of = new_params(leaf_names, rename or {})
     new_names_of_params = set(new_name_of.values())
     names_of_optimizer = _plain_params_of(groups)
-    plain_name_of = unwrapped(name for saved_group in saved_groups for name in saved_group["param_names"])
+    plain_name_of = unwrapped(
+        name for saved_group in saved_groups for name in saved_group["param_names"]
+    )
     groups_with_new_names: list[Group] = []
     for saved_group in saved_groups:
         param_names: list[str] = []

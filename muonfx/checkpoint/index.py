@@ -101,7 +101,9 @@ class Index(Shown):
 
     >>> import tempfile
     >>> import muonfx as mfx
-    >>> index = mfx.checkpoint.inspect(mfx.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2, 3)}, step=7))
+    >>> index = mfx.checkpoint.inspect(
+    ...     mfx.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2, 3)}, step=7)
+    ... )
     >>> index.step, index.nbytes, index.leaves["w"].spec.shape
     (7, 24, (2, 3))
     """
@@ -132,7 +134,9 @@ class Index(Shown):
         rows: list[tuple[str, ...]] = []
         for name, (spec, chunks) in self.leaves.items():
             dtype_name = str(spec.dtype).removeprefix("torch.")
-            rows.append((name, str(spec.shape), dtype_name, format_bytes(spec.nbytes), str(len(chunks))))
+            rows.append(
+                (name, str(spec.shape), dtype_name, format_bytes(spec.nbytes), str(len(chunks)))
+            )
         table = Table(("leaf", "shape", "dtype", "bytes", "parts"), rows, right=(3, 4))
         return Report(("\n".join(lines), table, f"{len(rows)} leaves, {format_bytes(self.nbytes)}"))
 
@@ -142,7 +146,9 @@ class Index(Shown):
         heading = {  # "-" for values that the save was not given
             "step": "-",
             "chain": "-",
-            "written by": ", ".join([f"{name} {version}" for name, version in self.versions.items()]),
+            "written by": ", ".join(
+                [f"{name} {version}" for name, version in self.versions.items()]
+            ),
             "extra": "-",
             "files": f"{len(self.files)}, {format_bytes(file_nbytes)}",
         }
@@ -186,7 +192,10 @@ def lock_name(save_id: str) -> str:
 def save_id_of(name: str) -> str | None:
     """Return the id of the save that has named a data file, an unfinished index or a lock; None for other names.
 
-    >>> save_id_of("data-0123456789abcdef-00000-of-00001.safetensors"), save_id_of("model.safetensors")
+    >>> (
+    ...     save_id_of("data-0123456789abcdef-00000-of-00001.safetensors"),
+    ...     save_id_of("model.safetensors"),
+    ... )
     ('0123456789abcdef', None)
     """
     for pattern in _OWN_NAMES:
@@ -234,7 +243,9 @@ def text_of(index: Index) -> bytes:
     # JSON too, but with fixed bytes around the text, so that a reader can verify the text before it parses it.
     data = b"".join([_HEAD, digest, b'",\n"index": ', text, b"}\n"])
     if len(data) > LONGEST:
-        raise CheckpointError(f"the index has {len(text)} bytes, expected at most {LONGEST}: save fewer leaves")
+        raise CheckpointError(
+            f"the index has {len(text)} bytes, expected at most {LONGEST}: save fewer leaves"
+        )
     return data
 
 
@@ -257,7 +268,9 @@ def read_index(path: Path, *, with_leaves: bool = True) -> Index:
     """
     data = read_regular(path, LONGEST)
     if not data.startswith(_HEAD):  # the bytes before the checksum
-        raise CorruptError(f"{path} is damaged, or is not an index of muonfx, which begins with {_HEAD.decode()!r}")
+        raise CorruptError(
+            f"{path} is damaged, or is not an index of muonfx, which begins with {_HEAD.decode()!r}"
+        )
     # The checksum is compared before the text is parsed: the parser could fail on a damaged text, or accept it.
     match = _WHOLE.fullmatch(data)
     if match is None or hashlib.sha256(match["text"]).hexdigest().encode() != match["digest"]:
@@ -268,7 +281,9 @@ def read_index(path: Path, *, with_leaves: bool = True) -> Index:
         _require_format(body, path)
         return _index(body, with_leaves=with_leaves)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(f"{path} has invalid contents: {type(error).__name__}: {error!s:.300}") from error
+        raise CorruptError(
+            f"{path} has invalid contents: {type(error).__name__}: {error!s:.300}"
+        ) from error
 
 
 def _require_format(body: Any, path: Path) -> None:
@@ -325,12 +340,16 @@ def _file(entry: Any) -> DataFile:
 
     Raise for a name such as "../../etc/passwd": the reader opens only files that a save can have named.
     """
-    file = DataFile(**entry)  # such as {"name": "data-...", "nbytes": 96, "header_nbytes": 80, "header_crc32": "..."}
+    file = DataFile(
+        **entry
+    )  # such as {"name": "data-...", "nbytes": 96, "header_nbytes": 80, "header_crc32": "..."}
     _require_sizes([file.nbytes, file.header_nbytes])
     if save_id_of(file.name) is None:
         raise ValueError(f"{file.name:.80} is not the name of a data file")
     if file.header_nbytes > LONGEST_HEADER:  # the reader allocates memory for it
-        raise ValueError(f"the header of {file.name} has {file.header_nbytes} bytes, at most {LONGEST_HEADER}")
+        raise ValueError(
+            f"the header of {file.name} has {file.header_nbytes} bytes, at most {LONGEST_HEADER}"
+        )
     return file
 
 
@@ -345,7 +364,9 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")
     shape = tuple(entry["shape"])
     _require_shape_of_tensor(name, shape, dtype.itemsize)
-    chunks = tuple(_chunk(name, chunk_entry, dtype.itemsize, files) for chunk_entry in entry["chunks"])
+    chunks = tuple(
+        _chunk(name, chunk_entry, dtype.itemsize, files) for chunk_entry in entry["chunks"]
+    )
     problem = problem_of_boxes(shape, [chunk.box for chunk in chunks])
     if problem is not None:
         raise ValueError(f"the chunks of {name!r}, of shape {shape}, {problem}")
@@ -376,13 +397,17 @@ def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) ->
     nbytes = prod(box.sizes) * itemsize
     # A file consists of its header and then values. The last byte of the chunk is at most the last of the file.
     if chunk.file >= len(files):
-        raise ValueError(f"a chunk of {name!r} is in file {chunk.file}, and there are {len(files)} data files")
+        raise ValueError(
+            f"a chunk of {name!r} is in file {chunk.file}, and there are {len(files)} data files"
+        )
     file = files[chunk.file]
     if not file.header_nbytes <= chunk.begin <= file.nbytes - nbytes:
         raise ValueError(f"a chunk of {name!r} is outside of the data files")
     blocks = -(-nbytes // BLOCK)  # rounded up: 3 for 10 MiB in blocks of 4 MiB
     if len(chunk.crc32) != blocks:
-        raise ValueError(f"a chunk of {name!r} has {len(chunk.crc32)} checksums, expected one for each {BLOCK} bytes")
+        raise ValueError(
+            f"a chunk of {name!r} has {len(chunk.crc32)} checksums, expected one for each {BLOCK} bytes"
+        )
     return chunk
 
 
@@ -428,7 +453,9 @@ def to_json(value: Any, name: str) -> Any:
     >>> to_json({"lr": 0.1, "betas": (0.9, 0.95), "best": float("inf")}, "group")
     {'lr': 0.1, 'betas': {'~tuple': [0.9, 0.95]}, 'best': {'~float': 'inf'}}
     """
-    value_type = type(value)  # exactly: an instance of a subclass would be loaded as one of its base class
+    value_type = type(
+        value
+    )  # exactly: an instance of a subclass would be loaded as one of its base class
     # JSON has these types itself. All others get a tag, the key of an object with one member.
     if value is None or value_type in (bool, int, str):
         return value
@@ -442,7 +469,12 @@ def to_json(value: Any, name: str) -> Any:
     if value_type in (dict, OrderedDict, Counter):
         return _dict_to_json(value, name)
     # A rate may be a tensor of shape () or (1,), and a schedule may have a table with a rate for each step.
-    if isinstance(value, Tensor) and value.ndim <= 1 and value.dtype in NAMES and not value.dtype.is_complex:
+    if (
+        isinstance(value, Tensor)
+        and value.ndim <= 1
+        and value.dtype in NAMES
+        and not value.dtype.is_complex
+    ):
         return {"~tensor": [NAMES[value.dtype], to_json(value.tolist(), name)]}
     raise TypeError(
         f"{name!r} is a {value_type.__module__}.{value_type.__qualname__}, expected a tensor, or a value that JSON can "
@@ -488,7 +520,9 @@ def from_json(written: Any) -> Any:
         return written
     if not any(key.startswith("~") for key in written):  # an ordinary dict, without a tag
         return {key: from_json(value) for key, value in written.items()}
-    ((tag, content),) = written.items()  # one member, such as {"~tuple": [1, 2]}; ValueError for more
+    ((tag, content),) = (
+        written.items()
+    )  # one member, such as {"~tuple": [1, 2]}; ValueError for more
     if tag not in _DECODERS:
         raise ValueError(f"{tag!r} is not a kind of value in a checkpoint")
     decode = _DECODERS[tag]

@@ -94,7 +94,9 @@ def _level_of(key: object) -> str:
         )
     if isinstance(key, int):
         return str(int(key))
-    level = key.replace("~", "~0").replace("/", "~1")  # never contains "~2", which can therefore be a mark
+    level = key.replace("~", "~0").replace(
+        "/", "~1"
+    )  # never contains "~2", which can therefore be a mark
     reads_as_int = _INTEGER.fullmatch(key) is not None
     if key == "" or reads_as_int:
         return "~2" + level
@@ -127,7 +129,9 @@ def named_tensors(values: PyTree, section: str = "") -> dict[str, Any]:
     """
     for mistaken_class, code in _MISTAKEN.items():
         if isinstance(values, mistaken_class):
-            raise TypeError(f"found a {type(values).__name__}, expected a tree of tensors: pass {code}")
+            raise TypeError(
+                f"found a {type(values).__name__}, expected a tree of tensors: pass {code}"
+            )
     # "momentum/trace/_orig_mod.fc.weight" of a compiled model is stored as "momentum/trace/fc.weight".
     names = [name_of(path, section) for path in tree.paths(values)]
     plain_name_of = plain_names(names)
@@ -188,7 +192,9 @@ def _plain_names_in_dict(upper_levels: str, names: Iterable[str]) -> dict[str, s
     param_of: dict[str, str] = {}
     for name in names:
         param = _key_of(name.rpartition("/")[2])
-        if isinstance(param, str):  # the parameters of a list have no names: the last level is an index
+        if isinstance(
+            param, str
+        ):  # the parameters of a list have no names: the last level is an index
             param_of[name] = param
     plain_param_of = unwrapped(param_of.values())
     plain_name_of: dict[str, str] = {}
@@ -219,7 +225,9 @@ def is_sharded(leaf: Any) -> bool:
 def require_whole(name: str, leaf: Any, advice: str) -> None:
     """Raise if this rank holds only a shard of a leaf. The error ends with ``advice``, such as "pass group="."""
     if is_sharded(leaf) and getattr(leaf, "whole", None) is None:
-        raise TypeError(f"the leaf {name!r} is a {type(leaf).__name__}, of which each rank holds a part: {advice}")
+        raise TypeError(
+            f"the leaf {name!r} is a {type(leaf).__name__}, of which each rank holds a part: {advice}"
+        )
 
 
 def shards_of(leaf: Any) -> dict[Box, Tensor]:
@@ -231,11 +239,15 @@ def shards_of(leaf: Any) -> dict[Box, Tensor]:
     shape = tuple(leaf.shape)
     if not is_sharded(leaf):  # a plain tensor
         return {whole_box(shape): leaf.detach()}
-    if is_dtensor(leaf) and leaf.device_mesh.get_coordinate() is None:  # this rank is not in the leaf's mesh
+    if (
+        is_dtensor(leaf) and leaf.device_mesh.get_coordinate() is None
+    ):  # this rank is not in the leaf's mesh
         return {}
     if 0 in shape:  # one empty part, so that the checkpoint has the leaf at all
         return {whole_box(shape): torch.empty(shape, dtype=leaf.dtype)}
-    if isinstance(leaf, FlatShard):  # an interval of the flattened tensor: parts of rows at its ends, and whole rows
+    if isinstance(
+        leaf, FlatShard
+    ):  # an interval of the flattened tensor: parts of rows at its ends, and whole rows
         shards = {box: leaf.values_in(box) for box in leaf.boxes}
     else:
         shards = _shards_by_protocol(leaf)
@@ -279,7 +291,9 @@ def _ranks_without_replicas(leaf: Any) -> int:
         return 0
     mesh = leaf.device_mesh
     for dim, placement in enumerate(leaf.placements):
-        if mesh.size(dim) > 1 and not placement.is_shard():  # the ranks along this dim hold equal values
+        if (
+            mesh.size(dim) > 1 and not placement.is_shard()
+        ):  # the ranks along this dim hold equal values
             return 0
     return mesh.size()
 
@@ -302,7 +316,9 @@ def _shards_by_protocol(leaf: Any) -> dict[Box, Tensor]:
 
 def problem_of_boxes(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     """Return None if boxes contain each element of a leaf once, else the reason why they do not."""
-    if len(boxes) == 1 and boxes[0] == whole_box(shape):  # most leaves are in one piece, and this takes less time
+    if len(boxes) == 1 and boxes[0] == whole_box(
+        shape
+    ):  # most leaves are in one piece, and this takes less time
         return None
     return cover(shape, boxes)
 
@@ -366,7 +382,10 @@ class StateSpec:
 
     def __str__(self) -> str:
         """Return one line for each leaf: name, shape, dtype."""
-        rows = [(name, str(spec.shape), str(spec.dtype).removeprefix("torch.")) for name, spec in self.leaves.items()]
+        rows = [
+            (name, str(spec.shape), str(spec.dtype).removeprefix("torch."))
+            for name, spec in self.leaves.items()
+        ]
         text = Table(("", "", ""), rows).to_text()
         return text.removeprefix("\n")  # the line of the titles
 
@@ -389,16 +408,24 @@ class StateSpec:
 
     def of_chain(self, tx: Transform) -> StateSpec:
         """Return a copy with the fingerprint of a transform, which `load` compares with that in the checkpoint."""
-        return replace(self, fingerprint=tx.fingerprint, chain=repr(without_stand_ins(tx)), transform=tx)
+        return replace(
+            self, fingerprint=tx.fingerprint, chain=repr(without_stand_ins(tx)), transform=tx
+        )
 
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Return a state tree with the leaves of a dict by name, or None where the dict has no entry."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
 
 
-def spec_of_named(named: Mapping[str, Any], values: PyTree, tx: Transform | None = None) -> StateSpec:
+def spec_of_named(
+    named: Mapping[str, Any], values: PyTree, tx: Transform | None = None
+) -> StateSpec:
     """Return the `StateSpec` of the tree ``values``; ``named`` is the result of `named_tensors`."""
-    leaves = {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named.items() if leaf is not None}
+    leaves = {
+        name: Spec(tuple(leaf.shape), leaf.dtype)
+        for name, leaf in named.items()
+        if leaf is not None
+    }
     state_spec = StateSpec(leaves, _treedef=tree.flatten(values)[1], _names=tuple(named))
     if tx is None:
         return state_spec
@@ -424,7 +451,9 @@ def spec(tx: Transform, params: PyTree) -> StateSpec:
         ...     "up.weight": torch.empty(50_000, 8_000, device="meta"),
         ...     "up.bias": torch.empty(50_000, device="meta"),
         ... }
-        >>> spec = mfx.spec(mfx.muon_with_adamw(1e-2, labels=mfx.routing.default_labels_by_name), params)
+        >>> spec = mfx.spec(
+        ...     mfx.muon_with_adamw(1e-2, labels=mfx.routing.default_labels_by_name), params
+        ... )
         >>> print(spec)
         adamw/scale_by_adam/count       ()             int64
         adamw/scale_by_adam/mu/up.bias  (50000,)       float32
@@ -435,8 +464,12 @@ def spec(tx: Transform, params: PyTree) -> StateSpec:
     """
     require_transform("tx", tx)
     check_tree("params", params)
-    meta = tree.map(lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), params)
+    meta = tree.map(
+        lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), params
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # labels without a parameter are reported when the state itself is made
+        warnings.simplefilter(
+            "ignore"
+        )  # labels without a parameter are reported when the state itself is made
         state = without_stand_ins(tx).init(meta)
     return spec_of_named(named_tensors(state), state, tx)

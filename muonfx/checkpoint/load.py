@@ -11,9 +11,22 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checkpoint.errors import CheckpointError, LostRanksError, MismatchError, ReplacedError, mismatch
+from muonfx.checkpoint.errors import (
+    CheckpointError,
+    LostRanksError,
+    MismatchError,
+    ReplacedError,
+    mismatch,
+)
 from muonfx.checkpoint.files import no_collection
-from muonfx.checkpoint.folder import StrPath, folder_named, inspect_and_keep, replacement, retried, with_reader
+from muonfx.checkpoint.folder import (
+    StrPath,
+    folder_named,
+    inspect_and_keep,
+    replacement,
+    retried,
+    with_reader,
+)
 from muonfx.checkpoint.group_names import Group, new_params, renamed_groups
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import (
@@ -156,7 +169,12 @@ def load(
 
 
 def _load_optimizer(
-    path: StrPath, optimizer: Any, params: PyTree, scheduler: Any, rules: Mapping[str, Any], group: ProcessGroup | None
+    path: StrPath,
+    optimizer: Any,
+    params: PyTree,
+    scheduler: Any,
+    rules: Mapping[str, Any],
+    group: ProcessGroup | None,
 ) -> PyTree:
     """Load a checkpoint into an optimizer and, if they are given, parameters and a scheduler; return its new state.
 
@@ -170,13 +188,19 @@ def _load_optimizer(
     optimizer.follow_model()  # it may have been sharded since the last step
     tx = optimizer.transform
     # 1. Read everything before anything is changed.
-    request = LoadRequest(optimizer.transform_state, tx, rules, objects=objects, scheduler=scheduler)
+    request = LoadRequest(
+        optimizer.transform_state, tx, rules, objects=objects, scheduler=scheduler
+    )
     loaded = load_checkpoint(path, request, group)
     index = loaded.index
     loaded_params: PyTree = None
     if params is not None:
         # An entry of ``allow_missing`` or ``cast`` for the state would match no parameter, which is an error.
-        rules_of_params = {"allow_other_chain": True, "allow_extra": rules["allow_extra"], "rename": rules["rename"]}
+        rules_of_params = {
+            "allow_other_chain": True,
+            "allow_extra": rules["allow_extra"],
+            "rename": rules["rename"],
+        }
         params_request = LoadRequest(params, tx, rules_of_params, section=PARAMS)
         loaded_params = _params_of_save(index.save_id, path, params_request, group)
     # 2. Change the optimizer, which refuses groups of other parameters, and then the rest.
@@ -207,7 +231,9 @@ def _groups_of(index: Index, optimizer: Any, rename: Rename | None) -> list[Grou
     return renamed_groups(groups, index.leaves, rename, optimizer.saved_groups())
 
 
-def _params_of_save(save_id: str, path: StrPath, request: LoadRequest, group: ProcessGroup | None) -> PyTree:
+def _params_of_save(
+    save_id: str, path: StrPath, request: LoadRequest, group: ProcessGroup | None
+) -> PyTree:
     """Read the parameters of a checkpoint whose state was read before. Raise if a save has replaced it since.
 
     ``save_id`` is the id of the save that wrote the state; each save has another one.
@@ -221,7 +247,9 @@ def _params_of_save(save_id: str, path: StrPath, request: LoadRequest, group: Pr
         )
         raise MismatchError(f"{error}\n  {advice}", error.problems) from None
     if loaded.index.save_id != save_id:
-        raise ReplacedError(f"{path} was replaced while it was read, and nothing was loaded: load it again")
+        raise ReplacedError(
+            f"{path} was replaced while it was read, and nothing was loaded: load it again"
+        )
     return loaded.tree
 
 
@@ -230,7 +258,9 @@ def _require_no_parts_of_optimizer(params: object, scheduler: object) -> None:
     if scheduler is not None:
         raise TypeError("scheduler: it is loaded with an optimizer: pass the optimizer as like")
     if params is not None:
-        raise TypeError("params: they are loaded with an optimizer: pass it as like, or call load_params")
+        raise TypeError(
+            "params: they are loaded with an optimizer: pass it as like, or call load_params"
+        )
 
 
 def require_no_arguments(tx: object, device: object) -> None:
@@ -288,7 +318,9 @@ def load_params(
         "cast": cast,
         "rename": rename,
     }
-    return load_checkpoint(path, LoadRequest(like, tx, rules, section=PARAMS, device=device), group).tree
+    return load_checkpoint(
+        path, LoadRequest(like, tx, rules, section=PARAMS, device=device), group
+    ).tree
 
 
 def read(path: StrPath) -> dict[str, Tensor]:
@@ -300,7 +332,9 @@ def read(path: StrPath) -> dict[str, Tensor]:
         FormatError: it was written by a newer version of muonfx.
 
     >>> import tempfile
-    >>> mfx.checkpoint.read(mfx.checkpoint.save(tempfile.mkdtemp(), {"trace": {"w": torch.ones(2)}}))
+    >>> mfx.checkpoint.read(
+    ...     mfx.checkpoint.save(tempfile.mkdtemp(), {"trace": {"w": torch.ones(2)}})
+    ... )
     {'trace/w': tensor([1., 1.])}
     """
     return with_reader(folder_named(path), _read_all)
@@ -356,13 +390,19 @@ def load_checkpoint(path: StrPath, request: LoadRequest, group: ProcessGroup | N
     """
     # The state of a sharded transform is divided among the ranks of its layout, so these ranks load it together. A
     # `StateSpec` describes whole tensors, which one process can load.
-    if group is None and isinstance(request.tx, Sharded) and not isinstance(request.like, StateSpec):
+    if (
+        group is None
+        and isinstance(request.tx, Sharded)
+        and not isinstance(request.like, StateSpec)
+    ):
         group = request.tx.layout.group
     try:
         ranks = Together(group, path, f"the load of {path}")  # without a group, one process
         if group is not None:
             wait_for_save()  # a save in the background may use the same group
-        ranks.meet("checkpoint.load")  # a rank that does not call `load` is an error here, not an endless wait later
+        ranks.meet(
+            "checkpoint.load"
+        )  # a rank that does not call `load` is an error here, not an endless wait later
         # Attempts 0, 1, 2, ...: a save may replace the checkpoint while it is read.
         return retried(path, lambda attempt: _load_once(path, request, ranks, attempt))
     except LostRanksError as error:
@@ -388,11 +428,15 @@ def _load_once(path: StrPath, request: LoadRequest, ranks: Together, attempt: in
                 index = index_lock.enter_context(inspect_and_keep(folder))
             index = target.translated(index)
             leaves, destinations = target.allocate(index)  # raises if the checkpoint does not fit
-            with replacement(folder, index):  # a file is missing if a save has replaced the checkpoint
+            with replacement(
+                folder, index
+            ):  # a file is missing if a save has replaced the checkpoint
                 reader = open_files.enter_context(DataReader(folder, index))
                 transfers = reader.transfers_to(destinations)
                 reader.check_files({transfer.chunk.file for transfer in transfers})
-        _require_same_checkpoint(path, ranks, index.save_id, {"path": str(folder), **target.rules.arguments()})
+        _require_same_checkpoint(
+            path, ranks, index.save_id, {"path": str(folder), **target.rules.arguments()}
+        )
         # 2. All ranks have opened their files, which stay readable if a save removes them now.
         index_lock.close()
         # 3. Read the values that this rank needs. If there are more files than can be held open, some are opened again,
@@ -419,7 +463,9 @@ def _index_of_first_rank(path: StrPath, ranks: Together, index_lock: ExitStack) 
     return ranks.step(index_on_first_rank, lambda indexes: [indexes[0]] * ranks.size)
 
 
-def _require_same_checkpoint(path: StrPath, ranks: Together, save_id: str, arguments: dict[str, str]) -> None:
+def _require_same_checkpoint(
+    path: StrPath, ranks: Together, save_id: str, arguments: dict[str, str]
+) -> None:
     """Raise on all ranks unless they have called `load` with equal arguments, and have opened the same checkpoint.
 
     ``save_id`` is the id of the save that wrote the checkpoint. Each save has another one: two ids mean that a save has
@@ -484,9 +530,13 @@ class Target:
         chain = None if request.section == PARAMS else tx  # parameters do not depend on the chain
         expected = spec_of_named(named, like, chain)
         leaves = {name: leaf for name, leaf in named.items() if leaf is not None}
-        if is_alone:  # without a group, nothing makes sure that the other ranks read the same checkpoint
+        if (
+            is_alone
+        ):  # without a group, nothing makes sure that the other ranks read the same checkpoint
             for name, leaf in leaves.items():
-                require_whole(name, leaf, "pass group=, such as group=torch.distributed.group.WORLD")
+                require_whole(
+                    name, leaf, "pass group=, such as group=torch.distributed.group.WORLD"
+                )
         return cls(leaves, expected, rules, where, request, local_tx)
 
     def translated(self, index: Index) -> Index:
@@ -545,7 +595,9 @@ class Target:
                     leaves[name] = self._copy(name, leaf)
                 continue
             stored_name, _, spec = saved[name]
-            if tuple(leaf.shape) != spec.shape:  # a parameter of a changed run may have more rows now
+            if (
+                tuple(leaf.shape) != spec.shape
+            ):  # a parameter of a changed run may have more rows now
                 leaves[name] = self._copy(name, leaf)
                 destinations[stored_name] = leaves[name][: spec.shape[0]]
                 continue
@@ -562,13 +614,17 @@ class Target:
         """
         # One saved step count may have been read for two leaves, which must not change together.
         result = self.expected.unflatten(_separated(leaves))
-        if self.local_tx is not None:  # the caller has passed plain tensors, the parts on this rank, and gets such
+        if (
+            self.local_tx is not None
+        ):  # the caller has passed plain tensors, the parts on this rank, and gets such
             result = _as_local(self.local_tx, result, self.request.section)
         return result
 
     def _require_same_scheduler(self, index: Index) -> None:
         """Raise if the checkpoint has the state of a scheduler of another class, such as StepLR, not LambdaLR."""
-        saved_scheduler = index.objects.get(SCHEDULER)  # such as {"class": "StepLR", "state": {...}}
+        saved_scheduler = index.objects.get(
+            SCHEDULER
+        )  # such as {"class": "StepLR", "state": {...}}
         if self.request.scheduler is None or saved_scheduler is None:
             return  # nothing to compare; `match` reports one that is missing
         class_name = type(self.request.scheduler).__name__
@@ -576,7 +632,9 @@ class Target:
         if saved_class_name != class_name:
             raise mismatch(
                 self.where,
-                [f"scheduler: found a {class_name}, expected a {saved_class_name}, as in the checkpoint"],
+                [
+                    f"scheduler: found a {class_name}, expected a {saved_class_name}, as in the checkpoint"
+                ],
                 ["create this one, or load without scheduler= and with allow_extra=['scheduler']"],
             )
 
@@ -629,7 +687,9 @@ class Target:
 
         For a meta tensor of shape (2, 3) in bfloat16, the result is a (2, 3) tensor in bfloat16 on the CPU.
         """
-        if not isinstance(leaf, Tensor | Spec):  # a part of a tensor on this rank, such as a `FlatShard`
+        if not isinstance(
+            leaf, Tensor | Spec
+        ):  # a part of a tensor on this rank, such as a `FlatShard`
             return leaf.empty_like()
         device = self.request.device
         if device is None:
@@ -646,7 +706,9 @@ class Target:
         The result gets this copy, not the leaf itself: a change of one then leaves the other as it is.
         """
         # A spec or a meta tensor has a shape, but no values that the result could keep.
-        has_no_values = isinstance(leaf, Spec) or (isinstance(leaf, Tensor) and leaf.device.type == "meta")
+        has_no_values = isinstance(leaf, Spec) or (
+            isinstance(leaf, Tensor) and leaf.device.type == "meta"
+        )
         if has_no_values:
             raise ValueError(
                 f"like=: found a spec without values for {name!r}, which is missing in the checkpoint, expected a "
@@ -665,7 +727,9 @@ def _differs_only_by_names(index: Index, expected: StateSpec, rename: Rename) ->
     The labels of a chain have the names of parameters: ``{"fc.weight": "muon"}`` in the checkpoint may be
     ``{"net.fc.weight": "muon"}`` here, with ``rename={"*/fc.*": "*/net.fc.*"}``.
     """
-    if index.fingerprint is None or expected.transform is None:  # saved or loaded without a transform
+    if (
+        index.fingerprint is None or expected.transform is None
+    ):  # saved or loaded without a transform
         return False
     if index.fingerprint == expected.fingerprint:
         return False
@@ -723,7 +787,9 @@ def _as_global(tx: Sharded, like: PyTree, section: str) -> PyTree:
     Under a sharded transform, "w" may be a plain tensor with 4 of 8 rows. It becomes a shard that has the global shape
     and the position of these rows.
     """
-    if section == PARAMS:  # the layout of the transform defines which part of a parameter each rank holds
+    if (
+        section == PARAMS
+    ):  # the layout of the transform defines which part of a parameter each rank holds
         return tx.layout.to_global(like)
     return to_global(tx, like)
 

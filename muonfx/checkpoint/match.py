@@ -15,7 +15,14 @@ import torch
 
 from muonfx.checkpoint.errors import mismatch, narrowing, reshaped
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.leaves import PARAMS, SCHEDULER, StateSpec, described, in_section, plain_names
+from muonfx.checkpoint.leaves import (
+    PARAMS,
+    SCHEDULER,
+    StateSpec,
+    described,
+    in_section,
+    plain_names,
+)
 from muonfx.checkpoint.sources import Shapes, equal_levels, find_sources
 from muonfx.core.chain_differences import differences_of_chains
 from muonfx.core.checks import warn_caller
@@ -31,7 +38,9 @@ Allow = bool | str | Collection[str]
 
 def matches(pattern: str, name: str) -> bool:
     """Return whether a pattern matches a leaf name: it is the name, its first levels, or a glob like ``*/mu/*``."""
-    return name == pattern or name.startswith(pattern.rstrip("/") + "/") or fnmatchcase(name, pattern)
+    return (
+        name == pattern or name.startswith(pattern.rstrip("/") + "/") or fnmatchcase(name, pattern)
+    )
 
 
 def matches_any(patterns: Iterable[str], name: str) -> bool:
@@ -45,7 +54,11 @@ def patterns_of(argument: str, allow: Allow) -> tuple[str, ...]:
     A pattern matches names of leaves. ``argument`` is the name of the argument, such as "allow_missing", for the error
     about a value of another type.
 
-    >>> patterns_of("allow_missing", True), patterns_of("allow_missing", False), patterns_of("allow_missing", "adam/mu")
+    >>> (
+    ...     patterns_of("allow_missing", True),
+    ...     patterns_of("allow_missing", False),
+    ...     patterns_of("allow_missing", "adam/mu"),
+    ... )
     (('*',), (), ('adam/mu',))
     """
     if isinstance(allow, bool):  # all names, or none
@@ -102,7 +115,9 @@ def _require_dtypes(cast: object) -> None:
         )
     for pattern, dtype in cast.items():
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"cast: {pattern!r} has the value {dtype!r}, expected a torch.dtype, without quotes")
+            raise TypeError(
+                f"cast: {pattern!r} has the value {dtype!r}, expected a torch.dtype, without quotes"
+            )
 
 
 def match(
@@ -160,7 +175,9 @@ class SavedLeaf(NamedTuple):
     spec: Spec
 
 
-def saved_leaves(index: Index, rename: Rename, section: str | None) -> tuple[dict[str, SavedLeaf], list[str]]:
+def saved_leaves(
+    index: Index, rename: Rename, section: str | None
+) -> tuple[dict[str, SavedLeaf], list[str]]:
     """Return the leaves of a checkpoint by their names after renaming, and error texts about mistakes in ``rename``.
 
     ``section`` is "params" to load parameters, "" for a state, or None for both. Mistakes in other sections are left
@@ -179,7 +196,9 @@ def saved_leaves(index: Index, rename: Rename, section: str | None) -> tuple[dic
     mistakes += _mistakes_in_new_names(new_name_of, section)
     saved: dict[str, SavedLeaf] = {}
     for stored_name, new_name in new_name_of.items():
-        saved[new_name] = SavedLeaf(stored_name, plain_name_of[stored_name], index.leaves[stored_name].spec)
+        saved[new_name] = SavedLeaf(
+            stored_name, plain_name_of[stored_name], index.leaves[stored_name].spec
+        )
     return saved, [f"rename:    {mistake}" for mistake in mistakes]
 
 
@@ -204,10 +223,14 @@ def _mistakes_in_new_names(new_name_of: Mapping[str, str], section: str | None) 
     for stored_name, new_name in new_name_of.items():
         if in_section(new_name, section):
             if new_name in stored_name_of:
-                mistakes.append(f"both {stored_name_of[new_name]!r} and {stored_name!r} would be {new_name!r}")
+                mistakes.append(
+                    f"both {stored_name_of[new_name]!r} and {stored_name!r} would be {new_name!r}"
+                )
             stored_name_of[new_name] = stored_name
         elif section == PARAMS and in_section(stored_name, PARAMS):  # as parameters are loaded
-            mistakes.append(f"{stored_name!r} would be {new_name!r}, expected a name that begins with '{PARAMS}/'")
+            mistakes.append(
+                f"{stored_name!r} would be {new_name!r}, expected a name that begins with '{PARAMS}/'"
+            )
     return mistakes
 
 
@@ -262,7 +285,9 @@ def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -
     >>> _leaves_to_match({"mu/a": (2,), "mu/b": (2,), "nu/b": (2,)}, {"mu/a": (2,)}, allowed=["mu"])
     {'mu/a': (2,), 'nu/b': (2,)}
     """
-    patterns = [pattern for pattern in allowed if pattern != "*"]  # states that "*" matches may have moved, too
+    patterns = [
+        pattern for pattern in allowed if pattern != "*"
+    ]  # states that "*" matches may have moved, too
     to_match: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if name in partners or not matches_any(patterns, name):
@@ -281,7 +306,11 @@ def _without_lone_counts(moved: Mapping[str, str], shapes: Shapes) -> dict[str, 
         shapes: the shapes of all leaves of the requested state.
 
     >>> shapes = {"new/adam/mu/w": (2,), "new/adam/count": (), "decay/count": ()}
-    >>> moved = {"new/adam/mu/w": "adam/mu/w", "new/adam/count": "adam/count", "decay/count": "warmup/count"}
+    >>> moved = {
+    ...     "new/adam/mu/w": "adam/mu/w",
+    ...     "new/adam/count": "adam/count",
+    ...     "decay/count": "warmup/count",
+    ... }
     >>> _without_lone_counts(moved, shapes)
     {'new/adam/mu/w': 'adam/mu/w', 'new/adam/count': 'adam/count'}
     """
@@ -329,7 +358,9 @@ def _quoted(transform: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-def _unmatched(names: Iterable[str], partners: Collection[str], allowed: Collection[str]) -> list[str]:
+def _unmatched(
+    names: Iterable[str], partners: Collection[str], allowed: Collection[str]
+) -> list[str]:
     """Return the names that have no partner and match none of the ``allowed`` patterns."""
     return [name for name in names if name not in partners and not matches_any(allowed, name)]
 
@@ -370,7 +401,9 @@ class _Comparison:
             self.advice.append(ADVICE_ON_RENAMING)
         self.compare_chains()
         self.check_patterns(all_names)
-        if self.are_params(missing):  # parameters in place of a state: no other chain, pattern or renaming helps
+        if self.are_params(
+            missing
+        ):  # parameters in place of a state: no other chain, pattern or renaming helps
             self.advice.clear()
         # 2. The leaves.
         self.compare_names(missing, extra)
@@ -399,7 +432,9 @@ class _Comparison:
             to_allow += f", which loads {_moved_text(self.moved)}"
         if has_other_fingerprint:
             # Each is a text such as "nesterov: not set in the checkpoint, False here".
-            structure = differences_of_chains(str(self.index.chain), str(self.expected.chain)).structure
+            structure = differences_of_chains(
+                str(self.index.chain), str(self.expected.chain)
+            ).structure
             self.problems += [f"chain:     {difference}" for difference in structure]
             self.advice.append(
                 "to continue the saved run: create the transform with the arguments in the checkpoint; "
@@ -414,10 +449,16 @@ class _Comparison:
         sides, in the checkpoint and in the requested state.
         """
         rules = self.rules
-        arguments = {"allow_missing": rules.allow_missing, "allow_extra": rules.allow_extra, "cast": rules.cast}
+        arguments = {
+            "allow_missing": rules.allow_missing,
+            "allow_extra": rules.allow_extra,
+            "cast": rules.cast,
+        }
         for argument, patterns in arguments.items():
             for pattern in patterns:
-                is_for_all = pattern == "*"  # from True, which allows all leaves and need not match one
+                is_for_all = (
+                    pattern == "*"
+                )  # from True, which allows all leaves and need not match one
                 if not is_for_all and not any(matches(pattern, name) for name in names):
                     self.problems.append(_useless_pattern(argument, pattern, names))
 
@@ -431,11 +472,17 @@ class _Comparison:
             return
         for name in missing:
             spec = self.expected.leaves[name]
-            self.problems.append(f"missing:   {name!r}, {described(spec)}, is not in the checkpoint")
+            self.problems.append(
+                f"missing:   {name!r}, {described(spec)}, is not in the checkpoint"
+            )
         for name in extra:
             self.problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
-        if self.are_params(missing):  # the caller has passed parameters as `like`, in place of a state
-            self.advice.append("to load parameters: load_params(path, like); to load a state: like=tx.init(params)")
+        if self.are_params(
+            missing
+        ):  # the caller has passed parameters as `like`, in place of a state
+            self.advice.append(
+                "to load parameters: load_params(path, like); to load a state: like=tx.init(params)"
+            )
         else:
             self.advice += self.advice_on_names(missing, extra)
         is_optimizer = self.objects is not None
@@ -447,16 +494,24 @@ class _Comparison:
 
         For example ["to ignore leaves of the checkpoint: allow_extra=['adamw/mu']"].
         """
-        model_section = self.section_of_model(missing)  # such as "model", if the checkpoint has "model/w"
+        model_section = self.section_of_model(
+            missing
+        )  # such as "model", if the checkpoint has "model/w"
         if model_section is not None:
             renaming = {model_section: PARAMS}
-            return [f"the checkpoint has these parameters as dcp.save writes a model: rename={renaming}"]
+            return [
+                f"the checkpoint has these parameters as dcp.save writes a model: rename={renaming}"
+            ]
         advice: list[str] = []
-        if missing and extra and not self.moved:  # each side has a name that the other lacks: perhaps one leaf
+        if (
+            missing and extra and not self.moved
+        ):  # each side has a name that the other lacks: perhaps one leaf
             advice.append(self.advice_to_rename(missing, extra))
         if missing:
             patterns = shortest_levels(missing, self.expected)
-            advice.append(f"to keep the values of `like` for missing leaves: allow_missing={patterns}")
+            advice.append(
+                f"to keep the values of `like` for missing leaves: allow_missing={patterns}"
+            )
         if extra:
             patterns = shortest_levels(extra, self.saved)
             advice.append(f"to ignore leaves of the checkpoint: allow_extra={patterns}")
@@ -489,7 +544,9 @@ class _Comparison:
         "rename={'trace/*': 'trace/model.*'}". If the names do not differ by one prefix, it describes the argument.
         """
         argument = "{name in the checkpoint: name in `like`}"
-        if not self.rules.rename:  # a caller who renames leaves already has names that one prefix does not explain
+        if (
+            not self.rules.rename
+        ):  # a caller who renames leaves already has names that one prefix does not explain
             renaming = prefix_renaming(extra, missing)
             if renaming:
                 argument = repr(renaming)
@@ -511,7 +568,9 @@ class _Comparison:
         # A saved scheduler that is not loaded would be forgotten, so it is ignored only on request. Groups need no such
         # check: an optimizer always requests them, unless `allow_extra=` names them.
         if SCHEDULER in _unmatched(self.index.objects, self.objects, self.rules.allow_extra):
-            self.problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
+            self.problems.append(
+                f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given"
+            )
             self.advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
 
     def pairs(self) -> Iterator[tuple[str, Spec, SavedLeaf]]:
@@ -612,7 +671,10 @@ def _has_codes(stored_name: str, stored_names: Container[str]) -> bool:
     A quantized state stores small integers, its codes, and scales that turn them into values. A code has no value
     without its scale, so codes cannot be converted to another dtype.
 
-    >>> _has_codes("trace/codes/w", ["trace/codes/w", "trace/scales/w"]), _has_codes("codes/trace/w", ["codes/trace/w"])
+    >>> (
+    ...     _has_codes("trace/codes/w", ["trace/codes/w", "trace/scales/w"]),
+    ...     _has_codes("codes/trace/w", ["codes/trace/w"]),
+    ... )
     (True, False)
     """
     levels = stored_name.split("/")

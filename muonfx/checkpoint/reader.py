@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from muonfx.checkpoint.errors import CorruptError
-from muonfx.checkpoint.files import bytes_of, check_byte_order, checksum_of, close_read, open_regular
+from muonfx.checkpoint.files import (
+    bytes_of,
+    check_byte_order,
+    checksum_of,
+    close_read,
+    open_regular,
+)
 from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf, blocks_of
 from muonfx.checkpoint.leaves import shards_of
 from muonfx.sharding.shards.boxes import Box, intersection
@@ -119,7 +125,9 @@ def _transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
             if chunk.box == box:  # the usual case, in which no boxes need be computed
                 transfers.append(Transfer(name, chunk, box, values))
                 continue
-            overlap = intersection(box, chunk.box)  # the rows 2 and 3 in the example, in the coordinates of the leaf
+            overlap = intersection(
+                box, chunk.box
+            )  # the rows 2 and 3 in the example, in the coordinates of the leaf
             if overlap is not None:
                 destination = _relative(overlap, box).of(values)  # a view of the shard
                 transfers.append(Transfer(name, chunk, overlap, destination))
@@ -254,7 +262,9 @@ class DataReader:
         values = buffer.as_strided(box.sizes, stored_box.stride(), begin - buffer_begin)
         destination.copy_(values)
 
-    def _read_around(self, begin: int, end: int, name: str, chunk: Chunk, dtype: torch.dtype) -> tuple[Tensor, int]:
+    def _read_around(
+        self, begin: int, end: int, name: str, chunk: Chunk, dtype: torch.dtype
+    ) -> tuple[Tensor, int]:
         """Read the blocks with the elements ``begin`` to ``end`` of a chunk; also return where the first block begins.
 
         Whole blocks are read, since each has one checksum. All positions are counted in elements of the chunk: float32
@@ -288,7 +298,9 @@ class DataReader:
         for number, blocks_of_file in groupby(blocks, attrgetter("file")):
             file = self._file(number)
             path = self.folder / self.index.files[number].name
-            reads = [self._pool.submit(_read_task, path, file, task) for task in _tasks(blocks_of_file)]
+            reads = [
+                self._pool.submit(_read_task, path, file, task) for task in _tasks(blocks_of_file)
+            ]
             try:
                 for read in reads:
                     read.result()  # raises the error of this read
@@ -325,7 +337,9 @@ def _read_task(path: Path, file: FileIO, blocks: Iterable[_Block]) -> None:
             _fill(file, begin, destination)
             if checksum_of(destination) != crc32:
                 end = begin + len(destination)
-                raise CorruptError(f"{path}: the leaf {name!r} is damaged in bytes {begin} to {end} of the file")
+                raise CorruptError(
+                    f"{path}: the leaf {name!r} is damaged in bytes {begin} to {end} of the file"
+                )
 
 
 def _takes_bytes(tensor: Tensor, dtype: torch.dtype) -> bool:

@@ -131,7 +131,9 @@ def save(
         >>> optimizer = mfx.Muon(model, lr=1e-3, adamw_lr=4e-3)
         >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
         >>> params = model.state_dict()
-        >>> path = mfx.checkpoint.save(tempfile.mkdtemp(), optimizer, params=params, scheduler=scheduler)
+        >>> path = mfx.checkpoint.save(
+        ...     tempfile.mkdtemp(), optimizer, params=params, scheduler=scheduler
+        ... )
         >>> _ = mfx.checkpoint.load(path, optimizer, params=params, scheduler=scheduler)
     """
     tx = _transform_of(state, tx)
@@ -139,7 +141,15 @@ def save(
         group = tx.layout.group
     try:
         request = _request(
-            path, state, params, tx=tx, scheduler=scheduler, step=step, extra=extra, keep=keep, group=group
+            path,
+            state,
+            params,
+            tx=tx,
+            scheduler=scheduler,
+            step=step,
+            extra=extra,
+            keep=keep,
+            group=group,
         )
     except Exception as error:
         if group is not None:  # the other ranks wait for this one
@@ -207,7 +217,15 @@ def save_async(
         )
     try:
         request = _request(
-            path, state, params, tx=tx, scheduler=scheduler, step=step, extra=extra, keep=keep, group=group
+            path,
+            state,
+            params,
+            tx=tx,
+            scheduler=scheduler,
+            step=step,
+            extra=extra,
+            keep=keep,
+            group=group,
         )
         # Training may change the originals.
         copies = {name: leaf.copied() for name, leaf in request.leaves.items()}
@@ -216,7 +234,9 @@ def save_async(
             raise
         # The other ranks wait for this one in their background threads.
         where = _path_in_errors(path)
-        without_frames = error.with_traceback(None)  # its frames would keep the state alive until the next save
+        without_frames = error.with_traceback(
+            None
+        )  # its frames would keep the state alive until the next save
         return start(where, partial(raise_on_all_ranks, without_frames, where, group))
     return start(request.path, partial(write_checkpoint, replace(request, leaves=copies)))
 
@@ -281,10 +301,14 @@ def require_valid(path: Path, step: int | None, keep: int | None) -> None:
     if keep is not None:
         positive_int("keep", keep)
         if step_of(path) is None:
-            raise ValueError(f"keep= compares the steps in names: save to step_path({str(path.parent)!r}, step)")
+            raise ValueError(
+                f"keep= compares the steps in names: save to step_path({str(path.parent)!r}, step)"
+            )
 
 
-def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone: bool) -> dict[str, Any]:
+def _leaves_of(
+    state: PyTree, params: PyTree, tx: Transform | None, *, is_alone: bool
+) -> dict[str, Any]:
     """Return the tensors to save by name, "trace/w" of the state or "params/w"; raise if one cannot be written.
 
     ``is_alone`` is True if this process saves without others: then no leaf may be a part of a tensor on one rank.
@@ -305,7 +329,9 @@ def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone:
     for name, leaf in leaves.items():
         require_writable(name, leaf)
         if is_alone:  # the parts on other ranks would be missing
-            require_whole(name, leaf, "pass group= on all ranks, such as group=torch.distributed.group.WORLD")
+            require_whole(
+                name, leaf, "pass group= on all ranks, such as group=torch.distributed.group.WORLD"
+            )
     return leaves
 
 
@@ -315,9 +341,13 @@ def require_writable(name: str, leaf: Any) -> None:
     Refused are, for example, a meta tensor, a sparse tensor, and a `DTensor` of which each rank holds a summand.
     """
     if leaf.dtype not in NAMES:
-        raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
+        raise TypeError(
+            f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold"
+        )
     if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_meta):
-        raise TypeError(f"the leaf {name!r} must be a dense tensor with values, found {leaf.layout}, {leaf.device}")
+        raise TypeError(
+            f"the leaf {name!r} must be a dense tensor with values, found {leaf.layout}, {leaf.device}"
+        )
     if not is_sharded(leaf):
         return
     if is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements):
@@ -334,7 +364,9 @@ def _objects_of(optimizer: Any, scheduler: Any) -> dict[str, Any]:
     """
     if optimizer is None:  # the state of a transform is saved, which has no groups
         if scheduler is not None:
-            raise TypeError("scheduler: it is stored with an optimizer: pass the optimizer as the state")
+            raise TypeError(
+                "scheduler: it is stored with an optimizer: pass the optimizer as the state"
+            )
         return {}
     objects: dict[str, Any] = {GROUPS: optimizer.saved_groups()}
     if scheduler is not None:
@@ -359,9 +391,12 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
         copied: dict[str, object] = json.loads(json.dumps(extra, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
-            "extra must be JSON (dicts, lists, strings, finite numbers, bools, None, without circles): " + str(error)
+            "extra must be JSON (dicts, lists, strings, finite numbers, bools, None, without circles): "
+            + str(error)
         ) from error
-    changed_keys = [str(key) for key, value in extra.items() if key not in copied or copied[key] != value]
+    changed_keys = [
+        str(key) for key, value in extra.items() if key not in copied or copied[key] != value
+    ]
     if changed_keys:
         raise ValueError(
             f"extra: found values that JSON changes: {', '.join(sorted(changed_keys))}; expected lists instead of "
@@ -390,7 +425,9 @@ def _with_transform(head: Index, tx: Transform, leaves: Mapping[str, Any]) -> In
     return replace(head, **description)
 
 
-def _description_of(tx: Transform, dtypes: Collection[torch.dtype], device: torch.device | None) -> dict[str, Any]:
+def _description_of(
+    tx: Transform, dtypes: Collection[torch.dtype], device: torch.device | None
+) -> dict[str, Any]:
     """Return the fields of an `Index` that describe a transform, by name.
 
     The parameters have these dtypes and this device, which is None if there are none.

@@ -34,17 +34,23 @@ def find_sources(expected: Shapes, stored: Shapes) -> Sources:
     of this parameter with equal variables ("mu" and "nu") whose name has the most equal last levels. If two states
     could come from one, both have no source. The parameter may have fewer rows in the checkpoint.
 
-    >>> find_sources({"new/adam/mu/w": (2, 3), "new/adam/count": ()}, {"adam/mu/w": (2, 3), "adam/count": ()}).source_of
+    >>> find_sources(
+    ...     {"new/adam/mu/w": (2, 3), "new/adam/count": ()}, {"adam/mu/w": (2, 3), "adam/count": ()}
+    ... ).source_of
     {'new/adam/mu/w': 'adam/mu/w', 'new/adam/count': 'adam/count'}
     """
     stored_states_of = states_by_parameter(stored)
     source_of: dict[str, str] = {}
     transforms: set[str] = set()  # those with parameters
-    pairs: dict[tuple[str, str], None] = {}  # a transform, and the one in the checkpoint from which it has states
+    pairs: dict[
+        tuple[str, str], None
+    ] = {}  # a transform, and the one in the checkpoint from which it has states
     # The leaves of parameters: all variables of a parameter in a transform, such as "mu" and "nu", go together.
     for parameter, states in states_by_parameter(expected).items():
         transforms.update(states)
-        for transform, stored_transform in _stored_transforms(states, stored_states_of.get(parameter, {})).items():
+        for transform, stored_transform in _stored_transforms(
+            states, stored_states_of.get(parameter, {})
+        ).items():
             pairs[transform, stored_transform] = None
             for variable in states[transform]:
                 name = _leaf_name(transform, variable, parameter)
@@ -55,7 +61,9 @@ def find_sources(expected: Shapes, stored: Shapes) -> Sources:
         counts = _sources_of_scalar(name, transforms, pairs, stored)
         if counts:
             source_of[name] = counts[0]
-        if len(counts) > 1:  # the first is right only if all have one value, which the caller checks
+        if (
+            len(counts) > 1
+        ):  # the first is right only if all have one value, which the caller checks
             equal_counts[name] = counts
     return Sources(source_of, equal_counts)
 
@@ -106,12 +114,20 @@ def _stored_transforms(states: States, stored_states: States) -> dict[str, str]:
         if transform in stored_states and _can_come_from(shapes, stored_states[transform]):
             stored_transform_of[transform] = transform
     # 2. Any other state may have moved. It then comes from the closest of the states that remain.
-    free_states = {name: shapes for name, shapes in stored_states.items() if name not in stored_transform_of}
-    moved_to: dict[str, list[str]] = {}  # by the transform in the checkpoint: those that may have its state now
+    free_states = {
+        name: shapes for name, shapes in stored_states.items() if name not in stored_transform_of
+    }
+    moved_to: dict[
+        str, list[str]
+    ] = {}  # by the transform in the checkpoint: those that may have its state now
     for transform, shapes in states.items():
         if transform in stored_transform_of:
             continue
-        candidates = [name for name, stored_shapes in free_states.items() if _can_come_from(shapes, stored_shapes)]
+        candidates = [
+            name
+            for name, stored_shapes in free_states.items()
+            if _can_come_from(shapes, stored_shapes)
+        ]
         closest = _closest(transform, candidates)
         if closest is not None:
             moved_to.setdefault(closest, []).append(transform)
@@ -161,7 +177,9 @@ def equal_levels(first: str, second: str) -> int:
     """
     equal = 0
     # From the last level to the first; the longer name has more levels than are compared.
-    for level, other_level in zip(reversed(first.split("/")), reversed(second.split("/")), strict=False):
+    for level, other_level in zip(
+        reversed(first.split("/")), reversed(second.split("/")), strict=False
+    ):
         if level != other_level:
             break
         equal += 1
@@ -179,11 +197,15 @@ def _sources_of_scalar(
         pairs: a transform of the new state, and the transform in the checkpoint from which it gets states.
         stored: the shapes of the leaves in the checkpoint.
 
-    >>> _sources_of_scalar("new/adam/count", ["new/adam"], [("new/adam", "adam")], {"adam/count": ()})
+    >>> _sources_of_scalar(
+    ...     "new/adam/count", ["new/adam"], [("new/adam", "adam")], {"adam/count": ()}
+    ... )
     ['adam/count']
     """
     # 1. A step count comes from the transforms from which the parameters of its transform come.
-    stored_counts = [count for count in _counts_of_parameters(name, pairs) if stored.get(count) == ()]
+    stored_counts = [
+        count for count in _counts_of_parameters(name, pairs) if stored.get(count) == ()
+    ]
     if stored_counts:
         return stored_counts
     # 2. If none of its parameters is carried over, all of them are new, and so are their steps.
@@ -211,7 +233,9 @@ def _counts_of_parameters(name: str, pairs: Iterable[tuple[str, str]]) -> list[s
     for inner, stored_inner in sorted(pairs, key=_has_moved):
         stored_transform = _stored_transform(transform, inner, stored_inner)
         if stored_transform is not None:
-            count = f"{stored_transform}/{variable}".removeprefix("/")  # "" is the outermost transform
+            count = f"{stored_transform}/{variable}".removeprefix(
+                "/"
+            )  # "" is the outermost transform
             counts[count] = None
     return list(counts)
 

@@ -108,7 +108,9 @@ def paths_of_state_dicts(objects: Iterable[str]) -> list[KeyPath]:
 
     ``objects`` are the names of the values that are no tensors.
 
-    >>> paths_of_state_dicts(["optimizer/param_groups/0/lr", "optimizer/param_groups/1/lr", "epoch"])
+    >>> paths_of_state_dicts(
+    ...     ["optimizer/param_groups/0/lr", "optimizer/param_groups/1/lr", "epoch"]
+    ... )
     [('optimizer',)]
     """
     paths: dict[KeyPath, None] = {}  # each once, in order
@@ -140,7 +142,9 @@ def _groups_below(path: KeyPath, objects: Mapping[str, Any]) -> list[dict[str, A
 def _nested_below(path: KeyPath, values: Mapping[str, Any]) -> dict[Any, Any]:
     """Return the values whose names begin with a path, and have at least two further levels, as nested dicts.
 
-    >>> _nested_below(("optimizer", "param_groups"), {"optimizer/param_groups/0/lr": 0.1, "epoch": 3})
+    >>> _nested_below(
+    ...     ("optimizer", "param_groups"), {"optimizer/param_groups/0/lr": 0.1, "epoch": 3}
+    ... )
     {0: {'lr': 0.1}}
     """
     nested: dict[Any, Any] = {}
@@ -179,7 +183,9 @@ def _take_param_names(groups: list[dict[str, Any]]) -> dict[str, str]:
     return param_name_of
 
 
-def _renamed_leaves(state: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> dict[str, Leaf]:
+def _renamed_leaves(
+    state: Mapping[str, Mapping[str, Any]], names: Iterable[str]
+) -> dict[str, Leaf]:
     """Give the leaves of a state dict the names of `muonfx.checkpoint.save`.
 
     ``{"fc.weight": {"muon.momentum.trace": leaf}}`` becomes ``{"muon/momentum/trace/fc.weight": leaf}``.
@@ -191,7 +197,9 @@ def _renamed_leaves(state: Mapping[str, Mapping[str, Any]], names: Iterable[str]
     if not state:  # an optimizer before its first step
         return {}
     keys_of_all = set.intersection(*map(set, state.values()))  # such as the key of a step count
-    plain_name_of = unwrapped(state)  # names to load have no prefixes of wrappers, such as "_orig_mod."
+    plain_name_of = unwrapped(
+        state
+    )  # names to load have no prefixes of wrappers, such as "_orig_mod."
     name_to_load = _names_by_key(names, plain_name_of.values())
     new_leaves: dict[str, Leaf] = {}
     for param_name, entries in state.items():
@@ -204,7 +212,9 @@ def _renamed_leaves(state: Mapping[str, Mapping[str, Any]], names: Iterable[str]
                 name = name_to_load.get((key, None))
             # 2. Another leaf, whose key is divided at each dot, although the dot may be in a label.
             if name is None:
-                is_step_count = key in keys_of_all and leaf.spec.shape == ()  # stored for each parameter, one leaf here
+                is_step_count = (
+                    key in keys_of_all and leaf.spec.shape == ()
+                )  # stored for each parameter, one leaf here
                 name = _name_by_levels(key, None if is_step_count else param_name)
             new_leaves[name] = leaf
     return new_leaves
@@ -227,7 +237,9 @@ def _name_by_levels(key: str, param_name: str | None) -> str:
     return name_of(tuple(levels))
 
 
-def _names_by_key(names: Iterable[str], param_names: Collection[str]) -> dict[tuple[str, str | None], str]:
+def _names_by_key(
+    names: Iterable[str], param_names: Collection[str]
+) -> dict[tuple[str, str | None], str]:
     """Return the names of leaves by the two keys under which the state dict of an optimizer has a leaf.
 
     It has "trace/fc.weight" of a momentum under the parameter "fc.weight", there under the key "trace". A step count,

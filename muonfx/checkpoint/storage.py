@@ -45,7 +45,14 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from muonfx.checkpoint.errors import CheckpointError, ReplacedError
-from muonfx.checkpoint.folder import Result, StrPath, folder_named, inspect_and_keep, replacement, retried
+from muonfx.checkpoint.folder import (
+    Result,
+    StrPath,
+    folder_named,
+    inspect_and_keep,
+    replacement,
+    retried,
+)
 from muonfx.checkpoint.index import Chunk, Index, Leaf, data_name, from_json, save_id_of, to_json
 from muonfx.checkpoint.leaves import StateSpec, name_of, path_of, plain_names, whole_box
 from muonfx.checkpoint.match import Rules, match
@@ -288,7 +295,9 @@ class Writer(_InFolder, StorageWriter):
             objects = _merged_objects([written.objects for written in written_by_rank])
             _require_one_kind(leaves, objects)
             head = self._request.head  # has the step and the other arguments of this writer
-            index = replace(head, save_id=draft.save_id, files=files, leaves=leaves, objects=objects)
+            index = replace(
+                head, save_id=draft.save_id, files=files, leaves=leaves, objects=objects
+            )
             with draft.write_errors():
                 draft.commit(index)
         self._draft = None  # the checkpoint is complete: its files must not be removed, whatever fails from here on
@@ -322,7 +331,9 @@ def _name_of_key(key: str, planner_data: object) -> str:
     return name_of((key,))
 
 
-def _json_of_objects(items: Iterable[WriteItem], plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
+def _json_of_objects(
+    items: Iterable[WriteItem], plan: SavePlan, planner: SavePlanner
+) -> dict[str, Any]:
     """Return the values that are no tensors as JSON, by name: ``{"steps": 7}``. Raise for one that JSON cannot hold."""
     objects: dict[str, Any] = {}
     for item in items:
@@ -384,7 +395,9 @@ def _merged_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, A
 
     ``objects_by_rank`` has a dict from name to JSON for each rank, such as ``{"steps": 7}``.
     """
-    first_holder: dict[str, tuple[int, Any]] = {}  # the first rank that has a value of this name, and its value
+    first_holder: dict[
+        str, tuple[int, Any]
+    ] = {}  # the first rank that has a value of this name, and its value
     for rank, objects in enumerate(objects_by_rank):
         for name, value in objects.items():
             first_rank, first_value = first_holder.setdefault(name, (rank, value))
@@ -483,7 +496,9 @@ class Reader(_InFolder, StorageReader):
         self._stack.close()  # of an earlier load that has not ended
         try:
             # The index stays open, and so locked, until `read_data` closes all files.
-            self._index = retried(self._path, lambda attempt: self._stack.enter_context(inspect_and_keep(self._path)))
+            self._index = retried(
+                self._path, lambda attempt: self._stack.enter_context(inspect_and_keep(self._path))
+            )
             self._name_of_key = _names_of_keys([*self._index.leaves, *self._index.objects])
         except CheckpointError as error:
             self._stack.close()
@@ -491,14 +506,18 @@ class Reader(_InFolder, StorageReader):
             return _Unreadable(error)
         return _metadata_of(self._index, self._name_of_key)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Raise the error with which the index could not be read, if it was not."""
         if isinstance(metadata, _Unreadable):
             raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Open the data files that this rank needs; they stay readable when the checkpoint is replaced."""
-        numbers = {self._chunk_of(item).file for item in plan.items if item.type == LoadItemType.TENSOR}
+        numbers = {
+            self._chunk_of(item).file for item in plan.items if item.type == LoadItemType.TENSOR
+        }
         with replacement(self._path, self._index):
             self._data = self._stack.enter_context(DataReader(self._path, self._index))
             self._data.check_files(numbers)
@@ -513,7 +532,9 @@ class Reader(_InFolder, StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise if the ranks have opened different checkpoints, because a save replaced one meanwhile."""
         if len({plan.storage_data for plan in plans}) > 1:
-            raise ReplacedError(f"{self._path} was replaced while the ranks began to read it: load again")
+            raise ReplacedError(
+                f"{self._path} was replaced while the ranks began to read it: load again"
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -533,7 +554,9 @@ class Reader(_InFolder, StorageReader):
         # 2. All values are read and verified: copy them to the tensors of the state dict.
         for item, destination, transfer in zip(tensor_items, destinations, transfers, strict=True):
             destination.copy_(transfer.destination)
-            planner.commit_tensor(item, destination)  # required after each change of a tensor from the planner
+            planner.commit_tensor(
+                item, destination
+            )  # required after each change of a tensor from the planner
         # 3. The values that are no tensors, from the index.
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -554,16 +577,22 @@ class Reader(_InFolder, StorageReader):
         box = Box(tuple(offsets), tuple(item.lengths))
         return Transfer(name, chunk, box, torch.empty(box.sizes, dtype=dtype))
 
-    def _require_no_rounding(self, items: Sequence[ReadItem], destinations: Sequence[Tensor]) -> None:
+    def _require_no_rounding(
+        self, items: Sequence[ReadItem], destinations: Sequence[Tensor]
+    ) -> None:
         """Raise one error with all tensors to which stored values would be rounded, such as fp32 to bf16.
 
         ``destinations`` has the tensor of each item. The planner of ``torch.distributed.checkpoint`` has compared names
         and shapes, so only dtypes can differ. ``cast=`` of this reader allows rounding.
         """
-        plain_name_of = plain_names(self._index.leaves)  # `match` compares names without "_orig_mod." of wrappers
+        plain_name_of = plain_names(
+            self._index.leaves
+        )  # `match` compares names without "_orig_mod." of wrappers
         specs: dict[str, Spec] = {}  # the requested tensors
         for item, destination in zip(items, destinations, strict=True):
-            name = self._name_of_key[item.storage_index.fqn]  # "model/fc.weight" for the key "model.fc.weight"
+            name = self._name_of_key[
+                item.storage_index.fqn
+            ]  # "model/fc.weight" for the key "model.fc.weight"
             shape = self._index.leaves[name].spec.shape
             specs[plain_name_of[name]] = Spec(shape, destination.dtype)
         # `match` raises the error. The leaves that it returns are known here.
@@ -628,5 +657,9 @@ def _tensor_metadata(leaf: Leaf) -> TensorStorageMetadata:
     """Return the shape, dtype and chunks of a leaf in the form of DCP."""
     chunks: list[ChunkStorageMetadata] = []
     for chunk in leaf.chunks:
-        chunks.append(ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes)))
-    return TensorStorageMetadata(TensorProperties(leaf.spec.dtype), torch.Size(leaf.spec.shape), chunks)
+        chunks.append(
+            ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
+        )
+    return TensorStorageMetadata(
+        TensorProperties(leaf.spec.dtype), torch.Size(leaf.spec.shape), chunks
+    )

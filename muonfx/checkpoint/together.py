@@ -44,7 +44,9 @@ class Together:
         self.size = 1
         """The number of ranks in the group."""
         if group is not None:
-            check_group(group, action)  # `action` begins its error, such as "the save to runs/a: group=..."
+            check_group(
+                group, action
+            )  # `action` begins its error, such as "the save to runs/a: group=..."
             self.rank = dist.get_rank(group)
             self.size = dist.get_world_size(group)
 
@@ -60,7 +62,9 @@ class Together:
         except ShardingError as error:
             raise LostRanksError(str(error)) from error
 
-    def step(self, compute: Callable[[], Value], merge: Callable[[list[Value]], Sequence[Answer]]) -> Answer:
+    def step(
+        self, compute: Callable[[], Value], merge: Callable[[list[Value]], Sequence[Answer]]
+    ) -> Answer:
         """Let each rank ``compute`` a value, and rank 0 ``merge`` all values to a list of answers; return this rank's.
 
         With the values 3 and 4 on two ranks, and ``merge=lambda values: [sum(values)] * len(values)``, both ranks
@@ -92,14 +96,19 @@ class Together:
         self._exchange(None, error, list)  # the ranks have no values to merge
 
     def _exchange(
-        self, value: Value, error: BaseException | None, merge: Callable[[list[Value]], Sequence[Answer]]
+        self,
+        value: Value,
+        error: BaseException | None,
+        merge: Callable[[list[Value]], Sequence[Answer]],
     ) -> Answer:
         """Send the value of this rank, or its error, to rank 0, and return its answer; raise if a rank has an error."""
         # 1. Rank 0 receives the values and errors of all ranks.
         values, error_of_rank = self._gather(value, error)
         # 2. Rank 0 sends an answer to each rank, or the errors of all ranks.
         answers: list[Answer] = []  # the other ranks have none to send
-        if self.rank == 0 and not error_of_rank:  # else values are missing, so there is nothing to merge
+        if (
+            self.rank == 0 and not error_of_rank
+        ):  # else values are missing, so there is nothing to merge
             answers, error = _attempt(lambda: list(merge(values)))
             if error is not None:
                 error_of_rank = {0: _sendable(error)}
@@ -112,7 +121,9 @@ class Together:
             raise_one_error(error_of_rank, self.path)
         return answer
 
-    def _gather(self, value: Any, error: BaseException | None) -> tuple[list[Any], dict[int, Exception]]:
+    def _gather(
+        self, value: Any, error: BaseException | None
+    ) -> tuple[list[Any], dict[int, Exception]]:
         """Send the value of this rank, or its error, to rank 0; return all values and errors there, none elsewhere.
 
         If rank 0 has the value 3, and rank 1 an error, rank 0 returns ``([3, None], {1: error})``.
@@ -123,14 +134,22 @@ class Together:
         if self.rank == 0:
             outcomes = [None] * self.size  # torch fills this list
         with _communication():
-            merging_rank = dist.get_global_rank(self.group, 0)  # rank 0 of the group, by its number among all processes
+            merging_rank = dist.get_global_rank(
+                self.group, 0
+            )  # rank 0 of the group, by its number among all processes
             # torch requires None in place of a list on ranks that receive nothing.
             dist.gather_object((value, error), outcomes or None, dst=merging_rank, group=self.group)
         values = [sent_value for sent_value, _ in outcomes]
-        error_of_rank = {rank: sent_error for rank, (_, sent_error) in enumerate(outcomes) if sent_error is not None}
+        error_of_rank = {
+            rank: sent_error
+            for rank, (_, sent_error) in enumerate(outcomes)
+            if sent_error is not None
+        }
         return values, error_of_rank
 
-    def _scatter(self, answers: list[Any], error_of_rank: dict[int, Exception]) -> tuple[Any, dict[int, Exception]]:
+    def _scatter(
+        self, answers: list[Any], error_of_rank: dict[int, Exception]
+    ) -> tuple[Any, dict[int, Exception]]:
         """Send an answer from rank 0 to each rank, or all errors in place of it; return what this rank has received.
 
         The arguments are empty on the other ranks.
@@ -187,7 +206,9 @@ def check_group(group: Any, action: str) -> None:
     ``action`` begins the error message: "the save to runs/a: group=... is not a process group that can be used".
     """
     try:
-        if dist.is_initialized() and dist.get_rank(group) >= 0:  # -1 for a process that is not in the group
+        if (
+            dist.is_initialized() and dist.get_rank(group) >= 0
+        ):  # -1 for a process that is not in the group
             return
     except (ValueError, RuntimeError, TypeError, AttributeError):
         pass  # torch does not know the group
@@ -241,10 +262,14 @@ def raise_one_error(error_of_rank: Mapping[int, Exception], path: object) -> NoR
 
 def _message_of_all(error_of_rank: Mapping[int, Exception], path: object) -> str:
     """Return the errors of all ranks as one text. Errors of other packages are prefixed by the path."""
-    text_of_rank: list[str | None] = [None] * (max(error_of_rank) + 1)  # None for ranks without an error
+    text_of_rank: list[str | None] = [None] * (
+        max(error_of_rank) + 1
+    )  # None for ranks without an error
     for rank, error in error_of_rank.items():
         text_of_rank[rank] = str(error)
-        if not isinstance(error, CheckpointError):  # errors of this package name the path themselves
+        if not isinstance(
+            error, CheckpointError
+        ):  # errors of this package name the path themselves
             text_of_rank[rank] = f"{path}: {error}"
     return errors_by_rank(text_of_rank)
 
@@ -262,7 +287,9 @@ def require_same(arguments: Sequence[Mapping[str, str]], action: str, outcome: s
     if difference is None:  # all ranks passed the same
         return
     name, _ = difference
-    texts = _around_first_difference([texts_of_rank.get(name, "missing") for texts_of_rank in arguments])
+    texts = _around_first_difference(
+        [texts_of_rank.get(name, "missing") for texts_of_rank in arguments]
+    )
     raise CheckpointError(
         f"{outcome}: the ranks {action} with different {name}=, expected the same on all:\n{errors_by_rank(texts)}"
     )

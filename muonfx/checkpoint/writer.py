@@ -43,7 +43,12 @@ from muonfx.checkpoint.files import (
     wait_for_readers,
     with_plain_bits,
 )
-from muonfx.checkpoint.folder import inspect, prune, remove_files_of_killed_saves, warn_of_later_steps
+from muonfx.checkpoint.folder import (
+    inspect,
+    prune,
+    remove_files_of_killed_saves,
+    warn_of_later_steps,
+)
 from muonfx.checkpoint.index import (
     FORMAT,
     INDEX,
@@ -86,7 +91,13 @@ class SaveRequest:
     def arguments(self) -> dict[str, str]:
         """Return the ``repr`` of each argument that must be equal on all ranks, such as ``{"step": "100", ...}``."""
         head = self.head
-        values = {"path": str(self.path), "step": head.step, "extra": head.extra, "keep": self.keep, **head.objects}
+        values = {
+            "path": str(self.path),
+            "step": head.step,
+            "extra": head.extra,
+            "keep": self.keep,
+            **head.objects,
+        }
         texts = {name: repr(value) for name, value in values.items()}
         # The chain's text has the numbers. The fingerprint has the code of functions, of which the text has the names.
         texts["tx"] = f"{without_addresses(head.chain or 'None')} (fingerprint {head.fingerprint})"
@@ -120,7 +131,9 @@ class Saver:
     With ``shows_progress``, a long save shows how many bytes this process has written, on a terminal.
     """
 
-    def __init__(self, request: SaveRequest, rank: int, ranks: int, *, shows_progress: bool) -> None:
+    def __init__(
+        self, request: SaveRequest, rank: int, ranks: int, *, shows_progress: bool
+    ) -> None:
         self.request = request
         self.shows_progress = shows_progress
         self.rank = rank
@@ -139,7 +152,9 @@ class Saver:
         """
         leaves = {name: self._proposed(leaf) for name, leaf in self.request.leaves.items()}
         arguments: dict[str, str] = {}
-        if self.ranks > 1:  # a single rank compares nothing, and the texts of its arguments may be long
+        if (
+            self.ranks > 1
+        ):  # a single rank compares nothing, and the texts of its arguments may be long
             arguments = self.request.arguments()
         return Proposal(arguments, leaves)
 
@@ -153,7 +168,9 @@ class Saver:
         # ranks may hold the same leaf on a mesh of their own.
         is_divided_among_all = leaf.divided_among == self.ranks
         may_have_replicas = self.ranks > 1 and not is_divided_among_all
-        checksum_of_box: dict[Box, str | None] = {}  # a box is the position of a shard in its tensor
+        checksum_of_box: dict[
+            Box, str | None
+        ] = {}  # a box is the position of a shard in its tensor
         for box, values in leaf.shards.items():
             checksum_of_box[box] = checksum_of_shard(values) if may_have_replicas else None
         return ProposedLeaf(leaf.spec, leaf.is_plain, checksum_of_box)
@@ -215,8 +232,12 @@ class Saver:
         draft = self.draft
         assert draft is not None  # `assign` has created it
         files, leaves = merged(written, self.plan)
-        with draft.write_errors():  # before this, readers find the previous checkpoint; after it, the new one
-            draft.commit(replace(self.request.head, save_id=draft.save_id, files=files, leaves=leaves))
+        with (
+            draft.write_errors()
+        ):  # before this, readers find the previous checkpoint; after it, the new one
+            draft.commit(
+                replace(self.request.head, save_id=draft.save_id, files=files, leaves=leaves)
+            )
         self._tidy(draft)
         return [None] * self.ranks
 
@@ -301,11 +322,15 @@ def write_checkpoint(request: SaveRequest, *, shows_progress: bool = False) -> N
         assignment = ranks.step(saver.propose, saver.assign)
         ranks.step(lambda: saver.write(assignment), saver.commit)
     # `end` removes the files of this rank, unless the other ranks may complete the checkpoint with them.
-    except LostRanksError as error:  # this rank cannot reach the others, which may have no error and go on
+    except (
+        LostRanksError
+    ) as error:  # this rank cannot reach the others, which may have no error and go on
         completion = saver.end(is_error_of_all=False)
         message = f"{path} {completion.value} {error}"  # such as "runs/a may have been written or not: ..."
         raise WriteError(message, written=completion is Completion.COMPLETE) from error
-    except BaseException as error:  # an error of `step` is one of all ranks, an interrupt may be of this rank alone
+    except (
+        BaseException
+    ) as error:  # an error of `step` is one of all ranks, an interrupt may be of this rank alone
         saver.end(is_error_of_all=isinstance(error, Exception))
         raise
 
@@ -377,7 +402,9 @@ def shards_to_write(plan: Mapping[str, PlannedLeaf], ranks: int) -> list[list[Sh
     bytes_of_rank = [0] * ranks
     # Shards of one holder first: they leave no choice, and count for the choices that follow.
     for shard in sorted(holders, key=lambda shard: len(holders[shard])):
-        writer = min(holders[shard], key=lambda rank: bytes_of_rank[rank])  # the one with the fewest bytes so far
+        writer = min(
+            holders[shard], key=lambda rank: bytes_of_rank[rank]
+        )  # the one with the fewest bytes so far
         shards_of_rank[writer].append(shard)
         bytes_of_rank[writer] += shard.box.numel * plan[shard.name].spec.dtype.itemsize
     return shards_of_rank
@@ -402,7 +429,9 @@ def plan_of(leaves_of_rank: Sequence[Mapping[str, ProposedLeaf]]) -> dict[str, P
     parts, with the ranks ``[0]`` and ``[1]``. Raise unless the shards fill each leaf, and all ranks that hold one shard
     have equal bits of it.
     """
-    holders_by_leaf: dict[str, dict[int, ProposedLeaf]] = {}  # {"w": {0: leaf, 1: leaf}} for the ranks 0 and 1
+    holders_by_leaf: dict[
+        str, dict[int, ProposedLeaf]
+    ] = {}  # {"w": {0: leaf, 1: leaf}} for the ranks 0 and 1
     for rank, leaves in enumerate(leaves_of_rank):
         for name, leaf in leaves.items():
             holders_by_leaf.setdefault(name, {})[rank] = leaf
@@ -416,7 +445,9 @@ def plan_of(leaves_of_rank: Sequence[Mapping[str, ProposedLeaf]]) -> dict[str, P
         difference = _difference_of_replicas(spec, checksums_of_box)
         if difference is not None:
             differences.append(f"the leaf {name!r} {difference}")
-        plan[name] = PlannedLeaf(spec, {box: list(ranks) for box, ranks in checksums_of_box.items()})
+        plan[name] = PlannedLeaf(
+            spec, {box: list(ranks) for box, ranks in checksums_of_box.items()}
+        )
     _require_equal_replicas(differences)
     return plan
 
@@ -468,9 +499,13 @@ def _require_on_all_ranks(name: str, holders: Mapping[int, ProposedLeaf], ranks:
     if len(holders) == ranks:  # all ranks have it
         return
     is_plain = any(leaf.is_plain for leaf in holders.values())
-    if not is_plain:  # shards on some ranks are enough if they fill the leaf, which the caller checks
+    if (
+        not is_plain
+    ):  # shards on some ranks are enough if they fill the leaf, which the caller checks
         return
-    holding_ranks = [rank for rank, leaf in holders.items() if leaf.checksums]  # without checksums, it has no shard
+    holding_ranks = [
+        rank for rank, leaf in holders.items() if leaf.checksums
+    ]  # without checksums, it has no shard
     missing_ranks = [rank for rank in range(ranks) if rank not in holders]
     raise CheckpointError(
         f"nothing was written: the leaf {name!r} is a plain tensor on {listed(holding_ranks)} and missing on "
@@ -480,7 +515,9 @@ def _require_on_all_ranks(name: str, holders: Mapping[int, ProposedLeaf], ranks:
     )
 
 
-def _difference_of_replicas(spec: Spec, checksums_of_box: Mapping[Box, Mapping[int, str | None]]) -> str | None:
+def _difference_of_replicas(
+    spec: Spec, checksums_of_box: Mapping[Box, Mapping[int, str | None]]
+) -> str | None:
     """Return a text about the first shard of a leaf that ranks hold with other bits; None if there is none.
 
     For example "has other values on ranks 2, 3 than on rank 0 in [0:4, 0:8]". ``checksums_of_box`` has for each box a
@@ -492,7 +529,9 @@ def _difference_of_replicas(spec: Spec, checksums_of_box: Mapping[Box, Mapping[i
         # All ranks are compared with the first that holds this part; one rank alone cannot differ.
         first_rank = min(checksum_of_rank)
         expected = checksum_of_rank[first_rank]
-        different_ranks = [rank for rank, rank_checksum in checksum_of_rank.items() if rank_checksum != expected]
+        different_ranks = [
+            rank for rank, rank_checksum in checksum_of_rank.items() if rank_checksum != expected
+        ]
         if not different_ranks:
             continue
         text = f"has other values on {listed(different_ranks)} than on rank {first_rank}"
@@ -568,11 +607,14 @@ class Draft:
         which the save would replace. ``index.json`` is the index, the description of a checkpoint.
         """
         self._index_at_begin = self._start_of_index()  # b"" if there is no checkpoint yet
-        is_empty = self._index_at_begin.strip(b"\0") == b""  # also if all bytes are 0, as after a power failure
+        is_empty = (
+            self._index_at_begin.strip(b"\0") == b""
+        )  # also if all bytes are 0, as after a power failure
         is_ours = FORMAT.encode() in self._index_at_begin
         if not is_ours and not is_empty:
             raise FileExistsError(
-                errno.EEXIST, f"the folder has an {INDEX} that muonfx has not written: choose another, or move it away"
+                errno.EEXIST,
+                f"the folder has an {INDEX} that muonfx has not written: choose another, or move it away",
             )
         self._has_made_folder = not self.path.exists()  # then `discard` removes it after an error
         make_folder(self.path)
@@ -586,7 +628,9 @@ class Draft:
         except (FileNotFoundError, NotADirectoryError):
             return b""
 
-    def write(self, path: Path, entries: Sequence[Entry], report: Callable[[int], None] | None = None) -> WrittenShards:
+    def write(
+        self, path: Path, entries: Sequence[Entry], report: Callable[[int], None] | None = None
+    ) -> WrittenShards:
         """Write the entries, parts of tensors, to a new safetensors file, and flush the file to the disk.
 
         Each tensor is copied to the CPU immediately before it is written. ``report`` is called with the number of bytes
@@ -641,7 +685,9 @@ class Draft:
         self._completion = Completion.UNKNOWN
         os.replace(self._unfinished_index, self.path / INDEX)
         self._completion = Completion.COMPLETE
-        sync_folder(self.path)  # the files of the replaced index are needed until the rename is on the disk
+        sync_folder(
+            self.path
+        )  # the files of the replaced index are needed until the rename is on the disk
 
     def _require_visible(self, files: Sequence[DataFile]) -> None:
         """Raise unless this rank can see the data files that all ranks have written.
@@ -664,7 +710,9 @@ class Draft:
         """
         try:
             self._remove_replaced_files()
-            if keep is not None:  # of the checkpoints in the parent folder, such as "step-000000100"
+            if (
+                keep is not None
+            ):  # of the checkpoints in the parent folder, such as "step-000000100"
                 prune(self.path.parent, keep, written=self.path)
             remove_files_of_killed_saves(self.path)
             warn_of_later_steps(self.path)

@@ -37,7 +37,9 @@ class Book:
         with a probability of 0.3, else 0.2. So the mean is preserved. ``noise`` is uniform in [0, 1).
         """
         levels = table(self.levels, magnitudes.device)
-        index = torch.bucketize(magnitudes, levels, right=True) - 1  # of the largest level that is not above
+        index = (
+            torch.bucketize(magnitudes, levels, right=True) - 1
+        )  # of the largest level that is not above
         index = index.clamp(0, len(self.levels) - 2)  # the largest level has none above it
         low = _look_up(levels, index)
         high = _look_up(levels, index + 1)
@@ -81,7 +83,9 @@ class Listed(Book):
     def nearest(self, magnitudes: Tensor) -> Tensor:
         """Return the index of the level nearest to each magnitude; a midpoint is rounded to the lower level."""
         levels = table(self.levels, magnitudes.device)
-        return torch.bucketize(magnitudes, (levels[1:] + levels[:-1]) / 2)  # the boundaries are the midpoints
+        return torch.bucketize(
+            magnitudes, (levels[1:] + levels[:-1]) / 2
+        )  # the boundaries are the midpoints
 
     def fractions(self, codes: Tensor) -> Tensor:
         """Decode 8-bit codes to fp32 numbers: look up the level of each code in a table.
@@ -93,7 +97,9 @@ class Listed(Book):
         """
         levels = self.levels
         index = codes.to(torch.int32)
-        if self.signed:  # the table has the levels of the codes from -128 to 127, so -128 is at the index 0
+        if (
+            self.signed
+        ):  # the table has the levels of the codes from -128 to 127, so -128 is at the index 0
             negative = tuple([-level for level in reversed(self.levels[1:])])
             levels = (math.nan, *negative, *self.levels)
             index = index + 128
@@ -131,7 +137,9 @@ class Scaled(Book):
     def fractions(self, codes: Tensor) -> Tensor:
         """Decode 8-bit codes to fp32 numbers: divide by the largest code, then square ``roots`` times.
 
-        >>> grid(signed=True).fractions(torch.tensor([127, -64, 0], dtype=torch.int8))  # largest 127, no square roots
+        >>> grid(signed=True).fractions(
+        ...     torch.tensor([127, -64, 0], dtype=torch.int8)
+        ... )  # largest 127, no square roots
         tensor([ 1.0000, -0.5039,  0.0000])
         """
         return _square(codes.to(torch.float32) / self.largest, self.roots)
@@ -154,19 +162,25 @@ def grid(*, signed: bool) -> Scaled:
 
     A codebook contains the levels, the magnitudes from 0 to 1 that 8-bit codes represent.
 
-    >>> grid(signed=True).fractions(torch.tensor([127, -64, 0], dtype=torch.int8))  # -64 represents -64 / 127
+    >>> grid(signed=True).fractions(
+    ...     torch.tensor([127, -64, 0], dtype=torch.int8)
+    ... )  # -64 represents -64 / 127
     tensor([ 1.0000, -0.5039,  0.0000])
     """
     # Second moments of a block span many orders of magnitude. On log-normal blocks of 2048 with a standard deviation
     # of 2, the rms error of 1/sqrt(nu) is 1.7 %, against 3.1 % (dynamic), 9.8 % (square roots) and 56 % (even levels).
     dtype = torch.uint8
     largest_code = 255
-    roots = 2  # the number of square roots that are taken before a magnitude is stored: the fourth root
+    roots = (
+        2  # the number of square roots that are taken before a magnitude is stored: the fourth root
+    )
     if signed:
         dtype = torch.int8
         largest_code = 127
         roots = 0
-    fractions = torch.arange(largest_code + 1, dtype=torch.float32, device="cpu") / largest_code  # from 0 to 1
+    fractions = (
+        torch.arange(largest_code + 1, dtype=torch.float32, device="cpu") / largest_code
+    )  # from 0 to 1
     levels = _square(fractions, roots)
     return Scaled(signed, dtype, tuple(levels.tolist()), largest_code, roots)
 
@@ -207,8 +221,12 @@ def float8(format: str, *, signed: bool) -> Scaled:
     squares of these quotients.
     """
     dtype = FLOAT8[format]
-    roots = 1 if format == "e4m3" and not signed else 0  # how many square roots are taken of a stored magnitude
-    bits = torch.arange(128, dtype=torch.uint8, device="cpu")  # of all numbers that are not negative
+    roots = (
+        1 if format == "e4m3" and not signed else 0
+    )  # how many square roots are taken of a stored magnitude
+    bits = torch.arange(
+        128, dtype=torch.uint8, device="cpu"
+    )  # of all numbers that are not negative
     numbers = bits.view(dtype).to(torch.float32)  # the same bits, read as floats
     largest = torch.finfo(dtype).max
     fractions = numbers[numbers.isfinite()] / largest
@@ -231,7 +249,11 @@ def table(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     elsewhere.
     """
     # A tensor that is made during tracing belongs to the trace.
-    is_traced = torch.compiler.is_compiling() or functorch_is_active() or _get_current_dispatch_mode() is not None
+    is_traced = (
+        torch.compiler.is_compiling()
+        or functorch_is_active()
+        or _get_current_dispatch_mode() is not None
+    )
     if is_traced or torch.is_inference_mode_enabled():
         return torch.tensor(numbers, dtype=torch.float32, device=device)
     key = (numbers, device)

@@ -77,7 +77,14 @@ def _resolve(book: str, block: int, min_size: int, stochastic: bool, seed: int) 
 
 
 @_compact
-def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
+def int8(
+    block: int = 2048,
+    *,
+    code: Code = "linear",
+    min_size: int = 4096,
+    stochastic: bool = False,
+    seed: int = 0,
+):
     r"""Return a dtype for optimizer state: 8-bit integers with an fp32 scale for each block of elements.
 
     A state tensor is flattened and split into blocks of ``block`` consecutive elements. The scale of a block is its
@@ -120,7 +127,14 @@ def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stoc
 
 
 @_compact
-def fp8(block: int = 2048, *, format: Format = "e4m3", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
+def fp8(
+    block: int = 2048,
+    *,
+    format: Format = "e4m3",
+    min_size: int = 4096,
+    stochastic: bool = False,
+    seed: int = 0,
+):
     """Return a dtype for optimizer state: 8-bit floats with an fp32 scale for each block of elements.
 
     A state tensor is split into blocks with a scale each, as by `int8`, but each element is then stored as an 8-bit

@@ -45,7 +45,9 @@ def uniform(key: Tensor, number: int) -> Tensor:
     first_round = _mix((position + key_hash) & _MASK) ^ (position >> 32)
     other_hash = _mix((key_hash + _GOLDEN_RATIO) & _MASK) ^ _mix(high_bits ^ _SALT)
     second_round = _mix(first_round ^ other_hash)
-    return (second_round >> 8).to(torch.float32) * 2.0**-24  # the upper 24 of 32 bits, which fp32 can hold
+    return (second_round >> 8).to(
+        torch.float32
+    ) * 2.0**-24  # the upper 24 of 32 bits, which fp32 can hold
 
 
 def key_of(text: str) -> int:
@@ -60,5 +62,7 @@ def keys_of(prefix: str, names: Sequence[str], leaves: Sequence[Tensor]) -> list
     """Return a list with a seed for each leaf, from a hash of ``prefix`` and its name, as a 0-d int64 tensor."""
     keys: list[Tensor] = []
     for name, leaf in zip(names, leaves, strict=True):
-        keys.append(torch.full((), key_of(f"{prefix}/{name}"), dtype=torch.int64, device=leaf.device))
+        keys.append(
+            torch.full((), key_of(f"{prefix}/{name}"), dtype=torch.int64, device=leaf.device)
+        )
     return keys

@@ -42,7 +42,12 @@ def _codec(dtype: QuantizedDtype, signed: bool) -> Codec:
 
 
 def init_quantized(
-    dtype: QuantizedDtype, name: str, params: PyTree, *, signed: bool = True, start: Literal["zeros", "params"]
+    dtype: QuantizedDtype,
+    name: str,
+    params: PyTree,
+    *,
+    signed: bool = True,
+    start: Literal["zeros", "params"],
 ) -> QuantizedState | KeyedQuantizedState:
     """Return the first state in eight bits: zeros, or the parameters rounded to nearest.
 
@@ -68,7 +73,11 @@ def init_quantized(
 
 
 def read_quantized(
-    dtype: QuantizedDtype, present: Present, state: QuantizedState | KeyedQuantizedState, *, signed: bool = True
+    dtype: QuantizedDtype,
+    present: Present,
+    state: QuantizedState | KeyedQuantizedState,
+    *,
+    signed: bool = True,
 ) -> list[Tensor]:
     """Decode the leaves of ``state`` at the positions ``present``; return a list of new fp32 tensors."""
     codes = present.pick(state.codes)
@@ -102,7 +111,9 @@ def write_quantized(
     keys = present.pick(state.keys)
     new_state = _with_codes(state, present, list(map(codec.encode, values, keys)))
     next_keys = [key + 1 for key in keys]  # other noise at the next write
-    return KeyedQuantizedState(new_state.codes, new_state.scales, present.fill(next_keys, state.keys))
+    return KeyedQuantizedState(
+        new_state.codes, new_state.scales, present.fill(next_keys, state.keys)
+    )
 
 
 def _with_codes(
@@ -113,7 +124,11 @@ def _with_codes(
     All other positions keep the codes and scales that they have in ``state``. They are None if it has no trees yet:
 
     >>> x = torch.ones(1)
-    >>> _with_codes(QuantizedState(None, None), Present({"w": x, "b": None}), [Encoded(codes=2 * x, scales=3 * x)])
+    >>> _with_codes(
+    ...     QuantizedState(None, None),
+    ...     Present({"w": x, "b": None}),
+    ...     [Encoded(codes=2 * x, scales=3 * x)],
+    ... )
     QuantizedState(codes={'w': tensor([2.]), 'b': None}, scales={'w': tensor([3.]), 'b': None})
     """
     new_codes = [encoded.codes for encoded in encoded_leaves]

@@ -52,7 +52,9 @@ class _ModuleOfTransforms(ModuleType):
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise a TypeError with the name of the transform, as for ``contrib.prodigy(1.0)``."""
         short_name = self.__name__.rpartition(".")[2]
-        raise TypeError(f"{self.__name__} is a module, not an optimizer; here it is muonfx.{NAMES_HERE[short_name]}")
+        raise TypeError(
+            f"{self.__name__} is a module, not an optimizer; here it is muonfx.{NAMES_HERE[short_name]}"
+        )
 
 
 for _name in ("adafactor", "prodigy", "shampoo", "soap"):

@@ -94,14 +94,22 @@ def scale_by_factored_rms(
             v=present.fill(v),
         )
 
-    def update(updates: PyTree, state: FactoredRmsState, params: PyTree = None, *, donate: Donation = NOTHING):
+    def update(
+        updates: PyTree,
+        state: FactoredRmsState,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+    ):
         """Divide each leaf by the root of its mean square. The decay of the averages grows with the count."""
         count = state.count + 1
         t = ew.new_number(count, count.device)
         beta = 1.0 - torch.pow(t, -decay_rate)
 
         present = Present(updates)  # the leaves that have a gradient; the others keep their state
-        u = present.pick(updates)  # the gradients; the loop replaces each by its update, and each mean square likewise
+        u = present.pick(
+            updates
+        )  # the gradients; the loop replaces each by its update, and each mean square likewise
         v_row = present.pick(state.v_row)
         v_col = present.pick(state.v_col)
         v = present.pick(state.v)
@@ -138,7 +146,9 @@ def _factored_dims(shape: Sequence[int], min_size: int) -> tuple[int, int] | Non
     return second, largest
 
 
-def _shapes(shape: Sequence[int], min_size: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+def _shapes(
+    shape: Sequence[int], min_size: int
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
     """Return the shapes of the state of a parameter: of ``v_row``, ``v_col`` and ``v``.
 
     A factored parameter has mean squares of rows and of columns, any other one squares of all elements. A tensor that
@@ -174,7 +184,9 @@ def _step(
     wide = ew.wide_dtype(leaf.dtype, v.dtype)
     beta = beta.to(wide)
     g = leaf.to(wide).contiguous()  # strides would change the rounding of the means
-    square = g.square() + ew.scalar_like(eps, g)  # a 0-d leaf would be promoted to the dtype of a tensor eps
+    square = g.square() + ew.scalar_like(
+        eps, g
+    )  # a 0-d leaf would be promoted to the dtype of a tensor eps
     dims = _factored_dims(leaf.shape, min_size)
     if dims is None:  # not factored: as in RMSProp
         new_v = _average(v, square, beta)

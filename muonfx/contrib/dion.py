@@ -31,7 +31,11 @@ class DionState(NamedTuple):
 
 @matrixwise(short_names={"momentum": "decay"}, position="sets_size")
 def scale_by_dion(
-    rank: int = 768, decay: ScalarOrSchedule = 0.95, *, dtype: WideStateDtype = "auto", view: MatrixView = MatrixView()
+    rank: int = 768,
+    decay: ScalarOrSchedule = 0.95,
+    *,
+    dtype: WideStateDtype = "auto",
+    view: MatrixView = MatrixView(),
 ):
     r"""Replace each matrix by a low-rank matrix $P Q^T$. $P$ has orthonormal columns and $Q$ has columns of norm 1.
 

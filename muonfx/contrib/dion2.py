@@ -40,7 +40,9 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
         short, long = sorted((rows, columns))
         selected_shape = (_number_of_selected(short, shrink), long)
         compute_dtype = torch.float64 if dtype == torch.float64 else compute
-        work = newton_schulz_cost(selected_shape, device, dtype=compute_dtype, coefficients=coefficients)
+        work = newton_schulz_cost(
+            selected_shape, device, dtype=compute_dtype, coefficients=coefficients
+        )
         return work.load
 
     return cost
@@ -147,7 +149,9 @@ def _indices_of_largest(x: Tensor, side: int, number: int) -> Tensor:
     magnitudes = scaled.abs().trunc()
     summed_side = -1 if side == -2 else -2
     sums = magnitudes.sum(summed_side, keepdim=True, dtype=torch.float64)
-    sums = sums.nan_to_num(nan=torch.inf, posinf=torch.inf)  # select a row with NaN, so that the update shows it
+    sums = sums.nan_to_num(
+        nan=torch.inf, posinf=torch.inf
+    )  # select a row with NaN, so that the update shows it
     order = sums.argsort(dim=side, descending=True, stable=True)
     largest = order.narrow(side, 0, number)
     return largest.sort(dim=side).values

@@ -55,7 +55,9 @@ def _reads_params(inner: Transform, *_: object, **__: object) -> bool:
 @transform(
     locality=_locality,
     reads_params=_reads_params,
-    matrices=MatrixWork(on_stacks=lambda tx, shapes: (tx, {})),  # the inner transform has a state for each leaf
+    matrices=MatrixWork(
+        on_stacks=lambda tx, shapes: (tx, {})
+    ),  # the inner transform has a state for each leaf
     name_patterns=name_patterns,
     short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
     position="sets_size",
@@ -97,7 +99,9 @@ def scale_by_namo(
 
     Example:
         >>> import muonfx as mfx
-        >>> tx = mfx.contrib.scale_by_namo(mfx.orthogonalize(coefficients="polar_express"), b1=0.5, b2=0.5)
+        >>> tx = mfx.contrib.scale_by_namo(
+        ...     mfx.orthogonalize(coefficients="polar_express"), b1=0.5, b2=0.5
+        ... )
         >>> grads = {"w": torch.diag(torch.tensor([3.0, 1.0]))}
         >>> first, state = tx.update(grads, tx.init(grads))
         >>> turned, _ = tx.update({"w": -grads["w"]}, state)
@@ -118,14 +122,21 @@ def scale_by_namo(
         )
 
     def update(
-        updates: PyTree, state: NamoState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
+        updates: PyTree,
+        state: NamoState,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: object,
     ):
         """Average gradients and squared norms, and scale the inner transform's direction of each matrix by alpha.
 
         The names are as in the docstring of `scale_by_namo`: the average m of the gradients, and the average v of
         the squared norm of each matrix.
         """
-        matrices = Matrices(view, updates)  # of the leaves that have a gradient; the others keep their state
+        matrices = Matrices(
+            view, updates
+        )  # of the leaves that have a gradient; the others keep their state
         present = matrices.present
         old_v = read_matrix_slot(slot, matrices, state.nu)
         count = state.count + 1
@@ -142,8 +153,12 @@ def scale_by_namo(
 
         # update = alpha D(m)
         averages = write(present, m, updates)
-        donation = Donation(updates=False, state=donate.state)  # the averages may share storage with the new state
-        directions, inner_state = inner.run(averages, state.inner, params, donate=donation, **extras)
+        donation = Donation(
+            updates=False, state=donate.state
+        )  # the averages may share storage with the new state
+        directions, inner_state = inner.run(
+            averages, state.inner, params, donate=donation, **extras
+        )
         _require_no_further_updates(directions, updates)
         direction_stacks = matrices.split(present.pick(directions))
         (scaled,) = ew.by_stacks(_scale, direction_stacks, alpha)
@@ -227,7 +242,14 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         tensor([4., 4.])
     """
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: object,
+    ):
         """Run the inner transform, and multiply its update d of each matrix by the inner product with the gradient g.
 
         For d = [[1, 0]] and g = [[3, 4]], the inner product is 3, and the update [[3, 0]].
@@ -238,10 +260,14 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         matrices = Matrices(view, directions)
         gradients = matrices.present.pick(updates)  # of the leaves that have a direction
         for index, gradient in enumerate(gradients):
-            if gradient is None:  # an accumulating inner transform may update a leaf without a gradient
+            if (
+                gradient is None
+            ):  # an accumulating inner transform may update a leaf without a gradient
                 gradients[index] = torch.zeros_like(matrices.leaves[index])
         # `by_stacks` calls the function once for all small matrices of one shape.
-        (scaled,) = ew.by_stacks(_scale_by_inner_product, matrices.stacks, matrices.split(gradients))
+        (scaled,) = ew.by_stacks(
+            _scale_by_inner_product, matrices.stacks, matrices.split(gradients)
+        )
         return matrices.fill(scaled), state
 
     return inner.functions.init, update

@@ -21,7 +21,12 @@ class EmaNesterovState(NamedTuple):
 
 
 @leafwise(position="last")
-def ema_nesterov(decay: ScalarOrSchedule = 0.99, lookahead: ScalarOrSchedule = 0.5, *, dtype: WideStateDtype = "auto"):
+def ema_nesterov(
+    decay: ScalarOrSchedule = 0.99,
+    lookahead: ScalarOrSchedule = 0.5,
+    *,
+    dtype: WideStateDtype = "auto",
+):
     r"""Move the parameters ahead in the direction of their average motion; the next gradient is computed there.
 
     The parameters of the training loop are $y_t = \theta_t + \beta_t m_t$, with the iterate $\theta_t$ and the average

@@ -51,7 +51,9 @@ def lora_labels(model_or_params: Params) -> Labels:
     >>> params = {"q.lora_A.weight": torch.zeros(2, 8), "q.lora_B.weight": torch.zeros(8, 2)}
     >>> lora_labels(params)
     Labels({'q.lora_A.weight': 'adamw', 'q.lora_B.weight': 'muon'})
-    >>> tx = mfx.muon_with_adamw(1e-2, weight_decay=0.0, adamw_weight_decay=0.0, labels=lora_labels(params))
+    >>> tx = mfx.muon_with_adamw(
+    ...     1e-2, weight_decay=0.0, adamw_weight_decay=0.0, labels=lora_labels(params)
+    ... )
     >>> {label: list(state)[0] for label, state in tx.init(params).items()}
     {'adamw': 'scale_by_adam', 'muon': 'momentum'}
     """
@@ -74,8 +76,12 @@ def lora_labels(model_or_params: Params) -> Labels:
 
 def _is_b(info: ParamInfo) -> bool:
     """Return True for the factor B of LoRA's product B A, such as ``q.lora_B.weight``, if its rank is 2 or more."""
-    components = info.name.lower().split(".")  # ["q", "lora_b", "weight"] or ["q", "lora", "up", "weight"]
-    has_name = "lora_b" in components or "lora_up" in components or ("lora", "up") in pairwise(components)
+    components = info.name.lower().split(
+        "."
+    )  # ["q", "lora_b", "weight"] or ["q", "lora", "up", "weight"]
+    has_name = (
+        "lora_b" in components or "lora_up" in components or ("lora", "up") in pairwise(components)
+    )
     if not has_name or info.ndim < 2:
         return False
     rows = info.shape[0]

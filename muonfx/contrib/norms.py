@@ -118,10 +118,14 @@ def normalize_leaves():
 
     Example:
         >>> import muonfx as mfx
-        >>> mfx.contrib.normalize_leaves().update({"b": torch.tensor([3e-30, -3e-30])}, mfx.core.EmptyState())[0]
+        >>> mfx.contrib.normalize_leaves().update(
+        ...     {"b": torch.tensor([3e-30, -3e-30])}, mfx.core.EmptyState()
+        ... )[0]
         {'b': tensor([ 1., -1.])}
     """
-    divide_by_rms = functools.partial(_to_unit_rms, dim=(-1,))  # `of_leaves` passes flattened leaves
+    divide_by_rms = functools.partial(
+        _to_unit_rms, dim=(-1,)
+    )  # `of_leaves` passes flattened leaves
     return of_leaves(divide_by_rms)
 
 
@@ -254,7 +258,9 @@ def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = 
     def step(u: Tensor, s: EmptyState, p: Tensor):
         u_norm = norm(u)
         least_norm = floor * norm(p)
-        is_small = (u_norm > 0) & (u_norm < least_norm)  # an update of zero has no direction to scale up
+        is_small = (u_norm > 0) & (
+            u_norm < least_norm
+        )  # an update of zero has no direction to scale up
         factor = divide_unless(~is_small, least_norm, u_norm, otherwise=1.0)
         return u * factor, s
 
@@ -262,7 +268,12 @@ def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = 
 
 
 @matrixwise(reads_params=True, position="after_learning_rate")
-def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0, *, view: MatrixView = MatrixView()):
+def radial_brake(
+    outward: ScalarOrSchedule = 0.5,
+    inward: ScalarOrSchedule = 1.0,
+    *,
+    view: MatrixView = MatrixView(),
+):
     r"""Change each matrix's update so that the Frobenius norm of its weight changes less.
 
     Only a fraction $s$ of the change is kept: ``outward`` if the norm grows, else ``inward``. The update $u$ of a
@@ -330,7 +341,9 @@ def square_zeros(matrix: Tensor, side: int) -> Tensor:
     return matrix.new_zeros((*batch, n, n))
 
 
-def cost_of_sides(rectangular_products: int, square_products: float, longest: float = math.inf) -> MatrixCost:
+def cost_of_sides(
+    rectangular_products: int, square_products: float, longest: float = math.inf
+) -> MatrixCost:
     """Return a function from the shape of a matrix to the number of operations of an update with a factor per side.
 
     Matrices are distributed over ranks by this number. A multiply-add is two operations.

@@ -33,7 +33,9 @@ def _check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
     """Raise an error unless the loss, ``update(..., value=loss)``, is a real number or a real tensor of one element."""
     value = extras.get("value", 0.0)
     if not is_real_number(value):
-        raise TypeError(f"reduce_on_plateau: found value={value!r}, expected the loss as a real number or real tensor")
+        raise TypeError(
+            f"reduce_on_plateau: found value={value!r}, expected the loss as a real number or real tensor"
+        )
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(
             f"reduce_on_plateau: found a value of shape {tuple(value.shape)}, expected one element: reduce the loss "
@@ -105,7 +107,9 @@ def reduce_on_plateau(
         # the count again and begin a cooldown.
         in_cooldown = s.cooldown_count > 0
         reduces = (count == patience) & ~in_cooldown
-        reduced_scale = torch.where(reduces, s.scale * factor, s.scale).clamp(min=ew.scalar_like(min_scale, s.scale))
+        reduced_scale = torch.where(reduces, s.scale * factor, s.scale).clamp(
+            min=ew.scalar_like(min_scale, s.scale)
+        )
         scale = torch.where(in_cooldown, s.scale, reduced_scale)
         plateau_count = torch.where(in_cooldown | reduces, 0, count)
         new_cooldown = torch.where(reduces, cooldown, 0)

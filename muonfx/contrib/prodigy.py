@@ -121,7 +121,12 @@ def scale_by_prodigy(
         )
 
     def update(
-        updates: PyTree, state: ProdigyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
+        updates: PyTree,
+        state: ProdigyState,
+        params: PyTree = None,
+        *,
+        sum_over_leaves: Sum,
+        donate: Donation = NOTHING,
     ):
         """Update the estimate d of the learning rate and Adam's moments. Comments show the formulas of the paper.
 
@@ -130,14 +135,20 @@ def scale_by_prodigy(
         has a gradient. All tensors of a leaf have one dtype, the widest of them and at least fp32.
         """
         params = params_for("scale_by_prodigy", params)
-        present = Present(updates)  # the leaves that have a gradient; the state of the others does not change
-        g, x, x0, m, v, s = read_wide(present, updates, params, state.start, state.mu, state.nu, state.grad_sum)
+        present = Present(
+            updates
+        )  # the leaves that have a gradient; the state of the others does not change
+        g, x, x0, m, v, s = read_wide(
+            present, updates, params, state.start, state.mu, state.nu, state.grad_sum
+        )
         reuse = donate.state  # True if the new state may overwrite the old one
 
         count = state.count + 1
         d = state.estim_lr
         d0 = estim_lr0
-        sqrt_b2 = ew.new_number(b2, d.device).sqrt()  # Python's power rounds differently than torch's
+        sqrt_b2 = ew.new_number(
+            b2, d.device
+        ).sqrt()  # Python's power rounds differently than torch's
         step_size = _step_size(d, learning_rate, b1, b2, count)
 
         # r = sqrt(b2) r + d / d0 * step_size * <g, x0 - x>
@@ -198,7 +209,9 @@ def _step_size(d: Tensor, learning_rate: Scalar, b1: Scalar, b2: Scalar, t: Tens
     return ew.new_number(step_size, d.device)
 
 
-def _decayed_sum(sums: list[Tensor], decay: Scalar, terms: list[Tensor], weight: Scalar, reuse: bool) -> list[Tensor]:
+def _decayed_sum(
+    sums: list[Tensor], decay: Scalar, terms: list[Tensor], weight: Scalar, reuse: bool
+) -> list[Tensor]:
     """Return ``decay * sum + weight * term`` for each tensor; ``reuse`` overwrites the sums."""
     decayed = ew.mul(sums, decay, reuse=reuse)
     return ew.add(decayed, terms, weight, reuse=True)

@@ -52,7 +52,11 @@ def _warn_of_inner(tx: Transform) -> None:
 
 
 @checked_by(_warn_of_inner)
-@transform(locality=lambda inner, *_, **__: inner.locality, combinator=Combinator(Locality.ELEMENT), position="last")
+@transform(
+    locality=lambda inner, *_, **__: inner.locality,
+    combinator=Combinator(Locality.ELEMENT),
+    position="last",
+)
 def schedule_free(
     inner: Transform,
     learning_rate: Rate,
@@ -98,7 +102,9 @@ def schedule_free(
     Example:
         >>> import muonfx as mfx
         >>> rate = mfx.linear_schedule(0.0, 0.1, 10)
-        >>> tx = mfx.contrib.schedule_free(mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(rate)), rate)
+        >>> tx = mfx.contrib.schedule_free(
+        ...     mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(rate)), rate
+        ... )
         >>> params = {"w": torch.ones(1)}
         >>> state = tx.init(params)
         >>> for _ in range(20):
@@ -153,7 +159,9 @@ def schedule_free(
         is_undefined = ~(weight_sum > 0)
         c = divide_unless(is_undefined, weight, weight_sum, otherwise=0.0)
 
-        inner_updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
+        inner_updates, inner_state = inner.run(
+            updates, state.inner, params, donate=donate, **extras
+        )
         present = Present(inner_updates)  # the leaves that the inner transform updates
         u, z, y = read_wide(present, inner_updates, state.z, params)
         x = ew.lerp(z, y, 1.0 / state.b1)  # x = z + (y - z) / b1, as y = z + b1 (x - z)
@@ -281,4 +289,6 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
             x = wide_y + (wide_y - wide_z) * (1.0 / averaging.b1 - 1.0)
             x_of[name] = x.to(y.dtype)
     treedef = tree.flatten(params)[1]
-    return tree.unflatten(treedef, x_of.values())  # in the order of the leaves, as `named_leaves` returns them
+    return tree.unflatten(
+        treedef, x_of.values()
+    )  # in the order of the leaves, as `named_leaves` returns them

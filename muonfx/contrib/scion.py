@@ -87,7 +87,9 @@ def scion(
                 f"scion: norms[{label!r}] has the norm {norm!r}, expected one of {', '.join(map(repr, directions))}"
             )
         if radius < 0:
-            raise ValueError(f"scion: norms[{label!r}] has the radius {radius!r}, expected 0 or more")
+            raise ValueError(
+                f"scion: norms[{label!r}] has the radius {radius!r}, expected 0 or more"
+            )
         parts[label] = chain(
             ("matrices", masked(chain(average, *directions[norm], scale(radius)), ndim(min=2))),
             ("vectors", masked(chain(average, normalize_leaves()), ndim(max=1))),

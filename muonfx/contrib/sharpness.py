@@ -61,7 +61,11 @@ def _over_norm(rho: float | Tensor, g: Leaf, sum_over_leaves: Sum) -> Tensor:
 
 @plain_arguments
 def sam_gradient(
-    gradient: Callable[[PyTree], Any], params: PyTree, perturbation: Transform | None = None, *, has_aux: bool = False
+    gradient: Callable[[PyTree], Any],
+    params: PyTree,
+    perturbation: Transform | None = None,
+    *,
+    has_aux: bool = False,
 ) -> Any:
     """Return the gradient at the point after an ascent step from the parameters, for sharpness-aware minimization.
 
@@ -82,7 +86,9 @@ def sam_gradient(
         >>> def loss(params):
         ...     return params["w"].square().sum()
         >>> params, tx = {"w": torch.tensor([3.0, 4.0])}, mfx.scale(-0.1)
-        >>> grads, value = sam_gradient(torch.func.grad_and_value(loss), params, mfx.contrib.sam(0.5), has_aux=True)
+        >>> grads, value = sam_gradient(
+        ...     torch.func.grad_and_value(loss), params, mfx.contrib.sam(0.5), has_aux=True
+        ... )
         >>> grads, value
         ({'w': tensor([6.6000, 8.8000])}, tensor(25.))
         >>> updates, _ = tx.update(grads, tx.init(params), params)

@@ -60,12 +60,18 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
     """Return a function from the shape of a matrix to the number of operations of its update."""
     longest = tx.arguments["max_precondition_size"]
     if tx.arguments["factors"] == "kl":
-        return cost_of_sides(rectangular_products=5, square_products=2 + _QR_PRODUCTS, longest=longest)
+        return cost_of_sides(
+            rectangular_products=5, square_products=2 + _QR_PRODUCTS, longest=longest
+        )
     # Each side has three rotations of the gradient and one factor, then one product of factor and basis.
     return cost_of_sides(rectangular_products=4, square_products=1 + _QR_PRODUCTS, longest=longest)
 
 
-@matrixwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"}, position="sets_size", cost=_cost)
+@matrixwise(
+    short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
+    position="sets_size",
+    cost=_cost,
+)
 def scale_by_soap(
     b1: ScalarOrSchedule = 0.95,
     b2: ScalarOrSchedule = 0.95,
@@ -296,7 +302,9 @@ def _whiten(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor
     return g @ basis / size
 
 
-def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
+def _refreshed(
+    factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor
+) -> tuple[Tensor, Tensor]:
     """Bring a basis nearer to the eigenvectors of ``factor`` by one power iteration, in the order of the eigenvalues.
 
     For the factor ``diag(1, 4)`` and the identity as basis, the two columns are exchanged.

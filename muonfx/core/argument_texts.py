@@ -63,7 +63,9 @@ def _name_of_script(module: str) -> str:
     """
     script = sys.modules.get(module)
     spec = getattr(script, "__spec__", None)
-    if spec is not None and spec.name not in _SCRIPTS:  # python -m package.train, or python -m package
+    if (
+        spec is not None and spec.name not in _SCRIPTS
+    ):  # python -m package.train, or python -m package
         return str(spec.name).removesuffix(".__main__")
     path = getattr(script, "__file__", None)
     if not path:  # in an interactive session
@@ -72,7 +74,9 @@ def _name_of_script(module: str) -> str:
 
 
 def text_of(
-    value: Any, nested: Callable[[Any], str] | None = None, name_of: Mapping[str, str] = MappingProxyType({})
+    value: Any,
+    nested: Callable[[Any], str] | None = None,
+    name_of: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Return an argument of a transform as text for its fingerprint in checkpoints. It is equal in every process.
 
@@ -119,12 +123,16 @@ def _text_of_function(function: Any, convert: Callable[[Any], str]) -> str:
     """
     if inspect.ismethod(function):  # bound to an object, which may matter for its result
         return f"{public_name(function.__func__)} of {convert(function.__self__)}"
-    if inspect.isfunction(function) and function.__name__ == "<lambda>":  # all lambdas of one scope share a name
+    if (
+        inspect.isfunction(function) and function.__name__ == "<lambda>"
+    ):  # all lambdas of one scope share a name
         return public_name(function) + _text_of_code(function.__code__)
     return public_name(function)
 
 
-def _text_of_mapping(mapping: Mapping[Any, Any], convert: Callable[[Any], str], name_of: Mapping[str, str]) -> str:
+def _text_of_mapping(
+    mapping: Mapping[Any, Any], convert: Callable[[Any], str], name_of: Mapping[str, str]
+) -> str:
     """Return a mapping as text for the fingerprint: ``{"w": "muon"}`` as "{'w':'muon'}"."""
     items = zip(_plain_keys(mapping), mapping.values(), strict=True)
     pairs = [f"{convert(name_of.get(key, key))}:{convert(value)}" for key, value in items]
@@ -172,7 +180,9 @@ def _text_of_code(code: CodeType) -> str:
     """
     constants: list[str] = []
     for constant in code.co_consts:
-        convert = _text_of_code if inspect.iscode(constant) else text_of  # a function within the lambda is a constant
+        convert = (
+            _text_of_code if inspect.iscode(constant) else text_of
+        )  # a function within the lambda is a constant
         constants.append(convert(constant))
     return f"[{code.co_code.hex()}|{','.join(code.co_names)}|{','.join(constants)}]"
 
@@ -253,6 +263,8 @@ def same(a: Any, b: Any) -> bool:
         return same(list(a), list(b)) and same(list(a.values()), list(b.values()))
     is_equal = bool(a == b)
     is_container = isinstance(a, tuple | Mapping | Set) or is_dataclass(a)
-    if is_equal and is_container:  # it may have a dict, whose order `==` ignores, or 1 where the other has 1.0
+    if (
+        is_equal and is_container
+    ):  # it may have a dict, whose order `==` ignores, or 1 where the other has 1.0
         return text_of(a) == text_of(b)
     return is_equal

@@ -39,7 +39,9 @@ def is_new(outputs: PyTree, updates: PyTree) -> bool:
     return tree.ids(updates).isdisjoint(tree.ids(outputs))
 
 
-def donation_of_outputs(tx: Transform, outputs: PyTree, updates: PyTree, donation: Donation) -> Donation:
+def donation_of_outputs(
+    tx: Transform, outputs: PyTree, updates: PyTree, donation: Donation
+) -> Donation:
     """Return which inputs the next transform of a chain may overwrite: the outputs of ``tx``, and its own state.
 
     ``tx`` returned the outputs for ``updates``, and ``donation`` has which of its own inputs it was allowed to
@@ -95,7 +97,12 @@ def chain(*transforms: Transform | tuple[str, Transform]):
         return {name: tx.functions.init(params) for name, tx in entries.items()}
 
     def update(
-        updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
+        updates: PyTree,
+        state: dict[str, PyTree],
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: Any,
     ):
         """Pass the updates through the transforms in order. Return the last updates, and the states by name.
 
@@ -107,7 +114,9 @@ def chain(*transforms: Transform | tuple[str, Transform]):
         new_state: dict[str, PyTree] = {}
         donation = donate
         for name, tx in entries.items():
-            outputs, new_state[name] = tx.run(updates, state[name], params, donate=donation, **extras)
+            outputs, new_state[name] = tx.run(
+                updates, state[name], params, donate=donation, **extras
+            )
             donation = donation_of_outputs(tx, outputs, updates, donation)
             updates = outputs
         return updates, new_state
@@ -134,7 +143,9 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
 
     Example:
         >>> import muonfx as mfx
-        >>> tx = mfx.add_updates(mfx.scale(0.5), ("sign", mfx.chain(mfx.scale_by_lion(), mfx.scale(0.1))))
+        >>> tx = mfx.add_updates(
+        ...     mfx.scale(0.5), ("sign", mfx.chain(mfx.scale_by_lion(), mfx.scale(0.1)))
+        ... )
         >>> tx.update({"w": torch.tensor([2.0, -4.0])}, tx.init({"w": torch.zeros(2)}))[0]
         {'w': tensor([ 1.1000, -2.1000])}
     """
@@ -148,7 +159,12 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
         return {name: tx.functions.init(params) for name, tx in entries.items()}
 
     def update(
-        updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
+        updates: PyTree,
+        state: dict[str, PyTree],
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: Any,
     ):
         """Return the sum of the outputs of all transforms for the same updates, and the states by name."""
         # The sums are in a list, in the order of the leaves, and not in a tree: `tree.map` would keep a None, but an
@@ -159,7 +175,9 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
         # No transform may overwrite the updates, since the next one receives them too.
         donation = Donation(updates=False, state=donate.state)
         for name, tx in entries.items():
-            outputs, new_state[name] = tx.run(updates, state[name], params, donate=donation, **extras)
+            outputs, new_state[name] = tx.run(
+                updates, state[name], params, donate=donation, **extras
+            )
             sums = list(map(_sum, sums, tree.subtrees(treedef, outputs)))
         return tree.unflatten(treedef, sums), new_state
 
@@ -172,5 +190,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         return b
     if b is None:
         return a
-    wide = wide_dtype(a.dtype, b.dtype)  # fp32 for two bf16 updates, so that their sum is rounded once
+    wide = wide_dtype(
+        a.dtype, b.dtype
+    )  # fp32 for two bf16 updates, so that their sum is rounded once
     return (a.to(wide) + b.to(wide)).to(a.dtype)

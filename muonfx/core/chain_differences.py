@@ -19,7 +19,9 @@ CHAINS = "chain_code"
 ArgumentPath = tuple[str, ...]
 """The levels of an argument in the code of a chain: (".orthogonalize", ".view", "['*.wqkv.weight']")."""
 
-_NUMBER = re.compile(r"-?\d+\.\d*(e[+-]?\d+)?|-?\d+e[+-]?\d+|float\(.*\)|torch\.tensor\(.*\)", re.DOTALL)
+_NUMBER = re.compile(
+    r"-?\d+\.\d*(e[+-]?\d+)?|-?\d+e[+-]?\d+|float\(.*\)|torch\.tensor\(.*\)", re.DOTALL
+)
 """The code of a float or a tensor."""
 
 _TENSOR_OF_ONE_NUMBER = re.compile(r"torch\.tensor\(\[?([^\[\],]+)\]?, dtype=torch\.(\w+)\)")
@@ -59,7 +61,9 @@ def differences_of_chains(saved_chain: str, chain: str) -> Differences:
 
     Both are given as Python code, as ``repr`` returns it.
 
-    >>> differences = differences_of_chains("momentum(decay=0.9)", "momentum(decay=0.5, nesterov=False)")
+    >>> differences = differences_of_chains(
+    ...     "momentum(decay=0.9)", "momentum(decay=0.5, nesterov=False)"
+    ... )
     >>> differences.numbers
     ['decay: 0.9 in the checkpoint, 0.5 here']
     >>> differences.structure
@@ -90,7 +94,9 @@ def _differences_of_values(
         value = values.get(path, _NOT_SET)
         # The head of ``momentum(decay=0.9)`` is "momentum(...)", since the decay has a path of its own.
         is_same = saved_value.head == value.head
-        if is_same or _is_within_difference(path, saved_values, values):  # the larger difference is shown
+        if is_same or _is_within_difference(
+            path, saved_values, values
+        ):  # the larger difference is shown
             continue
         is_number = _is_number(path, saved_value) and _is_number(path, value)
         if is_number and _are_same_number(saved_value.code, value.code):
@@ -105,7 +111,9 @@ def _differences_of_values(
 
 
 def _is_within_difference(
-    path: ArgumentPath, saved_values: Mapping[ArgumentPath, _Value], values: Mapping[ArgumentPath, _Value]
+    path: ArgumentPath,
+    saved_values: Mapping[ArgumentPath, _Value],
+    values: Mapping[ArgumentPath, _Value],
 ) -> bool:
     """Return True if the argument that contains the one at ``path`` differs already, as another function does."""
     if not path:
@@ -162,7 +170,9 @@ def _values_in(chain: str) -> dict[ArgumentPath, _Value]:
     >>> list(_values_in("chain(momentum(decay=0.9))"))
     [(), ('.momentum',), ('.momentum', '.decay')]
     """
-    code = _OBJECT.sub("_", chain)  # a name, so that "module.f.<locals>.<lambda>" becomes "module.f._._"
+    code = _OBJECT.sub(
+        "_", chain
+    )  # a name, so that "module.f.<locals>.<lambda>" becomes "module.f._._"
     return _values_at((), ast.parse(code, mode="eval").body)
 
 
@@ -226,11 +236,18 @@ def _positional_arguments(call: ast.Call) -> dict[str, ast.expr]:
 
     >>> def levels(code):
     ...     return list(_positional_arguments(ast.parse(code, mode="eval").body))
-    >>> levels("chain(scale(0.5), scale(2.0))")  # a transform: the name that it has in the state of the chain
+    >>> levels(
+    ...     "chain(scale(0.5), scale(2.0))"
+    ... )  # a transform: the name that it has in the state of the chain
     ['.scale', '.scale_2']
-    >>> levels("partition({'a': scale(0.5)}, {'w': 'a'})")  # the dict of transforms adds no name: "muon.momentum"
+    >>> levels(
+    ...     "partition({'a': scale(0.5)}, {'w': 'a'})"
+    ... )  # the dict of transforms adds no name: "muon.momentum"
     ['', '.labels']
-    >>> levels("MatrixView('in out -> out in')"), levels("f(1, 2)")  # an index only if there are several
+    >>> (
+    ...     levels("MatrixView('in out -> out in')"),
+    ...     levels("f(1, 2)"),
+    ... )  # an index only if there are several
     ([''], ['[0]', '[1]'])
     """
     is_partition = ast.unparse(call.func) == "partition"
@@ -238,7 +255,9 @@ def _positional_arguments(call: ast.Call) -> dict[str, ast.expr]:
     for index, argument in enumerate(call.args):
         if isinstance(argument, ast.Call):  # a transform; a second `scale` is "scale_2"
             level = unused_name(f".{ast.unparse(argument.func)}", arguments)
-        elif is_partition and isinstance(argument, ast.Dict):  # the first has the transforms, the second the labels
+        elif is_partition and isinstance(
+            argument, ast.Dict
+        ):  # the first has the transforms, the second the labels
             level = ".labels" if index else ""
         elif len(call.args) == 1:
             level = ""

@@ -162,11 +162,17 @@ def state_dtype(name: str, value: object) -> None:
         return
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return
-    error_class = ValueError if isinstance(value, str) else TypeError  # for a string, the type is right
-    raise error_class(f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}')
+    error_class = (
+        ValueError if isinstance(value, str) else TypeError
+    )  # for a string, the type is right
+    raise error_class(
+        f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}'
+    )
 
 
-_LIBRARIES = tuple(os.path.join(os.path.dirname(file), "") for file in (os.path.dirname(__file__), torch.__file__))
+_LIBRARIES = tuple(
+    os.path.join(os.path.dirname(file), "") for file in (os.path.dirname(__file__), torch.__file__)
+)
 
 
 def warn_caller(message: str) -> None:
@@ -183,7 +189,10 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
-_LAZY = UninitializedParameter, UninitializedBuffer  # torch.nn.parameter.is_lazy would break a compiled graph
+_LAZY = (
+    UninitializedParameter,
+    UninitializedBuffer,
+)  # torch.nn.parameter.is_lazy would break a compiled graph
 PLAIN = frozenset({Tensor, nn.Parameter})
 """The classes of plain tensors, as opposed to subclasses that wrap other tensors, such as DTensor."""
 _PLAIN_OR_NONE = PLAIN | {type(None)}
@@ -194,7 +203,11 @@ _USABLE_FORMATS = frozenset({(dtype, torch.strided, False) for dtype in _DTYPES}
 def is_usable(leaf: object) -> bool:
     """Return True if a leaf is None, or a dense tensor of dtype float64, float32, bfloat16 or float16.
 
-    >>> is_usable(torch.zeros(2)), is_usable(torch.zeros(2).to_sparse()), is_usable(torch.zeros(2, dtype=torch.int8))
+    >>> (
+    ...     is_usable(torch.zeros(2)),
+    ...     is_usable(torch.zeros(2).to_sparse()),
+    ...     is_usable(torch.zeros(2, dtype=torch.int8)),
+    ... )
     (True, False, False)
     """
     if leaf is None:
@@ -202,12 +215,19 @@ def is_usable(leaf: object) -> bool:
     # A parameter of a lazy module has no shape yet. `isinstance` is slow for its class, so plain tensors skip it.
     if type(leaf) not in PLAIN and isinstance(leaf, _LAZY):
         return False
-    return isinstance(leaf, Tensor) and leaf.dtype in _DTYPES and leaf.layout is torch.strided and not leaf.is_nested
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.dtype in _DTYPES
+        and leaf.layout is torch.strided
+        and not leaf.is_nested
+    )
 
 
 def all_usable(leaves: Collection[Any]) -> bool:
     """Return True if every leaf is None or a dense floating-point tensor, as `is_usable` tests for one leaf."""
-    if not _PLAIN_OR_NONE.issuperset(map(type, leaves)):  # such as a DTensor or a number: test one by one
+    if not _PLAIN_OR_NONE.issuperset(
+        map(type, leaves)
+    ):  # such as a DTensor or a number: test one by one
         return all(map(is_usable, leaves))
     # Hundreds of plain tensors usually have one format, such as (float32, strided, not nested).
     formats = {(leaf.dtype, leaf.layout, leaf.is_nested) for leaf in leaves if leaf is not None}
@@ -264,8 +284,12 @@ def _no_tensor(tree_name: str, name: str, leaf: object) -> TypeError:
             code = "{name: p.grad for name, p in model.named_parameters()}"
         advice = f"; expected a tree of tensors by name, such as {code}"
     elif isinstance(leaf, Mapping):  # not a dict, whose items would be leaves
-        advice = "; trees are made of dicts, tuples, lists and NamedTuples: convert it with dict(...)"
-    elif dataclasses.is_dataclass(leaf) or type(leaf) in torch_pytree.SUPPORTED_NODES:  # a container of the user
+        advice = (
+            "; trees are made of dicts, tuples, lists and NamedTuples: convert it with dict(...)"
+        )
+    elif (
+        dataclasses.is_dataclass(leaf) or type(leaf) in torch_pytree.SUPPORTED_NODES
+    ):  # a container of the user
         advice = (
             "; trees are made of dicts, tuples, lists and NamedTuples: register its class with "
             "optree.register_pytree_node(..., namespace=muonfx.tree.NAMESPACE)"
@@ -280,7 +304,9 @@ def mixed_devices(error: Exception, **trees: PyTree) -> str | None:
     Another error may come from a tree on two devices too: the state of `offload` is in host memory.
 
     >>> error = RuntimeError("Expected all tensors to be on the same device")
-    >>> mixed_devices(error, updates={"w": torch.zeros(2)}, state={"mu": torch.zeros(2, device="meta")})
+    >>> mixed_devices(
+    ...     error, updates={"w": torch.zeros(2)}, state={"mu": torch.zeros(2, device="meta")}
+    ... )
     "updates: 'w' is on cpu and state: 'mu' on meta, expected one device: move one of them with .to(device)"
     """
     # "Meta tensors", "register_meta", "on the same device"; not "device-side assertions", in other errors of CUDA
@@ -308,7 +334,10 @@ def kept_at_init(error: Exception, **trees: PyTree) -> str | None:
     To find the form of a state, `init` also runs on meta parameters. A tensor that it keeps outside of the state, for
     example in a variable of the constructor, is then one of these.
 
-    >>> kept_at_init(RuntimeError("Expected all tensors on one device, found cpu and meta"), updates={"w": None})
+    >>> kept_at_init(
+    ...     RuntimeError("Expected all tensors on one device, found cpu and meta"),
+    ...     updates={"w": None},
+    ... )
     'found a tensor on the device meta that is in no argument: init also runs on meta parameters, ...
     """
     if not re.search(r"\bmeta\b", str(error)):  # "metadata" is another word
@@ -357,7 +386,9 @@ def check_params(params: PyTree) -> None:
         return
     # Such as "a.b" in {"a.b": ..., "a": {"b": ...}}.
     repeated = min(name for name in names if names.count(name) > 1)
-    raise ValueError(f"params: found two leaves named {repeated!r}, expected different dotted names: rename one")
+    raise ValueError(
+        f"params: found two leaves named {repeated!r}, expected different dotted names: rename one"
+    )
 
 
 def check_structure(tree_name: str, values: PyTree, expected_name: str, expected: PyTree) -> None:
@@ -370,7 +401,9 @@ def check_structure(tree_name: str, values: PyTree, expected_name: str, expected
     ValueError: updates must have the structure of params: missing 'v'; unexpected 'w'
     """
     if not tree.same_structure(values, expected):
-        raise ValueError(f"{tree_name} must have the structure of {expected_name}: {difference(values, expected)}")
+        raise ValueError(
+            f"{tree_name} must have the structure of {expected_name}: {difference(values, expected)}"
+        )
 
 
 LeafSpec = tuple[torch.Size, torch.dtype] | None
@@ -385,7 +418,9 @@ def specs_of(leaves: Sequence[Any]) -> list[LeafSpec]:
     >>> specs_of([torch.zeros(2, 3), None])
     [(torch.Size([2, 3]), torch.float32), None]
     """
-    if not torch.compiler.is_compiling() and PLAIN.issuperset(map(type, leaves)):  # fast, but it cannot be traced
+    if not torch.compiler.is_compiling() and PLAIN.issuperset(
+        map(type, leaves)
+    ):  # fast, but it cannot be traced
         return list(map(_shape_and_dtype, leaves))
     specs: list[LeafSpec] = []
     for leaf in leaves:
@@ -396,7 +431,9 @@ def specs_of(leaves: Sequence[Any]) -> list[LeafSpec]:
     return specs
 
 
-def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Structure, list[LeafSpec]]:
+def check_update(
+    updates: PyTree, params: PyTree
+) -> tuple[list[Any], tree.Structure, list[LeafSpec]]:
     """Check the updates of a step: raise unless they are floating point and fit the parameters by name and shape.
 
     Return the leaves, the tree structure, and the shape and dtype of each leaf of the parameters, which the caller
@@ -433,7 +470,9 @@ def check_updates_fit(params: PyTree, updates: PyTree) -> None:
     _check_shapes(updates, tree.leaves(updates), tree.leaves(params))
 
 
-def _check_shapes(updates: PyTree, update_leaves: Sequence[Any], param_leaves: Sequence[Any]) -> None:
+def _check_shapes(
+    updates: PyTree, update_leaves: Sequence[Any], param_leaves: Sequence[Any]
+) -> None:
     """Raise unless each update has the shape of its parameter. An update of None fits any parameter.
 
     An update of shape (2,) for a parameter of shape (3,) raises, and so does an update for a parameter of None.
@@ -445,7 +484,9 @@ def _check_shapes(updates: PyTree, update_leaves: Sequence[Any], param_leaves: S
         name = shown_name(tree.names(updates)[index])
         if param is None:
             raise ValueError(f"updates: {name} has an update but its parameter is None")
-        raise ValueError(f"updates: {name} has shape {tuple(update.shape)}, its parameter has {tuple(param.shape)}")
+        raise ValueError(
+            f"updates: {name} has shape {tuple(update.shape)}, its parameter has {tuple(param.shape)}"
+        )
 
 
 class ExpectedState(NamedTuple):
@@ -462,7 +503,9 @@ class ExpectedState(NamedTuple):
         return cls(state, treedef, specs_of(leaves))
 
 
-def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_dtypes: bool) -> None:
+def check_state_like(
+    name: str, state: PyTree, expected: ExpectedState, *, with_dtypes: bool
+) -> None:
     """Raise unless a transform's state has the expected structure, shapes and (``with_dtypes=True``) dtypes.
 
     >>> expected = ExpectedState.of({"trace": torch.zeros(2)})
@@ -482,13 +525,17 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
             continue
         leaf_name = shown_name(tree.names(state)[index])
         if spec is None:
-            raise TypeError(f"state: {leaf_name} must be a tensor, found {type(leaves[index]).__name__}")
+            raise TypeError(
+                f"state: {leaf_name} must be a tensor, found {type(leaves[index]).__name__}"
+            )
         if with_dtypes or spec[0] != expected_spec[0]:  # [0] is the shape
             raise _wrong_leaf(leaf_name, spec, expected_spec)
 
 
 def _wrong_leaf(
-    leaf_name: str, spec: tuple[torch.Size, torch.dtype], expected_spec: tuple[torch.Size, torch.dtype]
+    leaf_name: str,
+    spec: tuple[torch.Size, torch.dtype],
+    expected_spec: tuple[torch.Size, torch.dtype],
 ) -> ValueError:
     """Return the error of a leaf of a state with another shape or dtype than expected.
 
@@ -543,7 +590,9 @@ def count_update_in_graph(params: Sequence[object], new_params: Sequence[object]
     >>> updates_in_graph(new)
     1
     """
-    if not torch.is_grad_enabled() or functorch_is_active():  # there is no graph, or torch.func has its own
+    if (
+        not torch.is_grad_enabled() or functorch_is_active()
+    ):  # there is no graph, or torch.func has its own
         return
     for param, new_param in zip(params, new_params, strict=True):
         if isinstance(new_param, Tensor) and new_param.grad_fn is not None:
@@ -552,7 +601,11 @@ def count_update_in_graph(params: Sequence[object], new_params: Sequence[object]
 
 
 def warn_of_growing_graphs(
-    caller: str, params: PyTree, leaves: Sequence[object], updates: PyTree, numbers: Sequence[Tensor] = ()
+    caller: str,
+    params: PyTree,
+    leaves: Sequence[object],
+    updates: PyTree,
+    numbers: Sequence[Tensor] = (),
 ) -> None:
     """Warn if parameters were not detached, so that their autograd graph grows with every step.
 

@@ -45,14 +45,18 @@ class Donation(NamedTuple):
         if not isinstance(donation, Donation):
             donation = cls(updates=donation, state=donation)
         if type(donation.updates) is not bool or type(donation.state) is not bool:
-            raise TypeError(f"donate must be True, False or a muonfx.Donation of two bools, found {donate!r}")
+            raise TypeError(
+                f"donate must be True, False or a muonfx.Donation of two bools, found {donate!r}"
+            )
         return donation
 
 
 NOTHING = Donation()
 
 
-def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -> tuple[Donation, PyTree, PyTree]:
+def unshared(
+    donate: Donation, updates: PyTree, state: PyTree, params: PyTree
+) -> tuple[Donation, PyTree, PyTree]:
     """Copy donated tensors that share memory, so that overwriting one does not change another.
 
     The caller of a step donates updates or a state: it promises not to use them again. Two tied weights, for example,
@@ -65,7 +69,9 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
     """
     if not (donate.updates or donate.state):  # nothing will be overwritten
         return donate, updates, state
-    if functorch_is_active() or is_traced():  # traced tensors have no memory to compare, so nothing is overwritten
+    if (
+        functorch_is_active() or is_traced()
+    ):  # traced tensors have no memory to compare, so nothing is overwritten
         return NOTHING, updates, state
     # Parameters are compared too, since a gradient may share their memory.
     shared = _sharing([*tree.leaves(updates), *tree.leaves(state), *tree.leaves(params)])
@@ -125,7 +131,9 @@ def _sharing(leaves: Sequence[Any]) -> set[Tensor]:
     # Sparse tensors have no single memory to compare.
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
     plain_tensors = tensors
-    if not PLAIN.issuperset(map(type, tensors)):  # a DTensor, for example, has its memory in its local tensor
+    if not PLAIN.issuperset(
+        map(type, tensors)
+    ):  # a DTensor, for example, has its memory in its local tensor
         plain_tensors = list(map(_plain_tensor, tensors))
     shared: set[Tensor] = set()
     for index in sharing(plain_tensors):
@@ -153,7 +161,9 @@ def check_writable(tree_name: str, params: PyTree) -> None:
     ValueError: params: 'w' has shape (3,) and strides (0,), so several elements share memory (as after expand()), ...
     """
     leaves = tree.leaves(params)
-    if PLAIN.issuperset(map(type, leaves)) and all(map(Tensor.is_contiguous, leaves)):  # the usual case, in few calls
+    if PLAIN.issuperset(map(type, leaves)) and all(
+        map(Tensor.is_contiguous, leaves)
+    ):  # the usual case, in few calls
         return
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and overlaps_itself(_plain_tensor(leaf)):

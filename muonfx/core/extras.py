@@ -81,7 +81,9 @@ def require_arguments(what: str, function: Callable[..., object], names: Sequenc
         function: the function. It may also have keyword-only arguments, which are extra arguments of an update.
         names: the names of the arguments in the error; the function may have others.
 
-    >>> require_arguments("halve: update", lambda updates, state: None, ("updates", "state", "params"))
+    >>> require_arguments(
+    ...     "halve: update", lambda updates, state: None, ("updates", "state", "params")
+    ... )
     Traceback (most recent call last):
     TypeError: halve: update must accept the arguments (updates, state, params), found (updates, state)
     """
@@ -98,12 +100,18 @@ def require_arguments(what: str, function: Callable[..., object], names: Sequenc
         signature.bind(*names, **extras)
     except TypeError:
         expected = f"must accept the arguments ({', '.join(names)})"
-        raise TypeError(f"{what} {expected}, found {signature}{_advice_on_extras(signature, names)}") from None
+        raise TypeError(
+            f"{what} {expected}, found {signature}{_advice_on_extras(signature, names)}"
+        ) from None
 
 
 def _advice_on_extras(signature: inspect.Signature, names: Sequence[str]) -> str:
     """Return advice for a function that requires more positional arguments than it receives; "" for any other."""
-    positional = [parameter for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL_KINDS]
+    positional = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind in _POSITIONAL_KINDS
+    ]
     if len(positional) <= len(names):
         return ""
     return f": if {positional[len(names)].name} is an extra argument, write a * before it"
@@ -167,7 +175,9 @@ def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> Non
 
     ``transforms`` are a transform and all transforms that it calls, in the order of `muonfx.core.transform.within`.
     """
-    outermost = transforms[0]  # its extra arguments include the arguments of all transforms that it calls
+    outermost = transforms[
+        0
+    ]  # its extra arguments include the arguments of all transforms that it calls
     # The compiler of torch 2.10 cannot subtract a set and the keys of a dict.
     names = frozenset(extras)
     missing = sorted(outermost.extras.required - names)

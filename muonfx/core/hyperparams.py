@@ -47,7 +47,9 @@ def _check_recorded(owner: str, tx: object) -> None:
     """
     if isinstance(tx, Recorded):
         return
-    name = getattr(tx, "__name__", type(tx).__name__)  # of a factory that was not called, for example
+    name = getattr(
+        tx, "__name__", type(tx).__name__
+    )  # of a factory that was not called, for example
     raise TypeError(
         f"{owner}: expected a transform, found {name}; call the factory, or for an optimizer use {owner}(optimizer.tx)"
     )
@@ -74,7 +76,9 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
     unknown = sorted(changes.keys() - numbers.keys())
     if unknown:
         advice = did_you_mean(unknown[0], numbers)
-        raise KeyError(f"no hyperparameter {', '.join(unknown)}{advice}; there are {', '.join(numbers) or 'none'}")
+        raise KeyError(
+            f"no hyperparameter {', '.join(unknown)}{advice}; there are {', '.join(numbers) or 'none'}"
+        )
     for name, number in changes.items():  # `numbers` keeps its order, which `with_numbers` requires
         if number is not numbers[name]:
             numbers[name] = _checked_number(name, number)
@@ -88,7 +92,9 @@ def _checked_number(name: str, number: Any) -> Any:
     Traceback (most recent call last):
     TypeError: with_hyperparams: scale.factor must be a number or a 0-d tensor, found '1e-3': convert the text ...
     """
-    if type(number) is float or torch.compiler.is_compiling():  # the usual case; numbers of a trace have no values
+    if (
+        type(number) is float or torch.compiler.is_compiling()
+    ):  # the usual case; numbers of a trace have no values
         return number
     number = check_plain("with_hyperparams", name, number, frozenset({"float"}))
     if isinstance(number, int):
@@ -130,7 +136,9 @@ def stack(transforms: Sequence[R]) -> R:
     return tree.map(lambda *numbers: torch.stack(list(map(_tensor, numbers))), *transforms)
 
 
-def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> R:
+def as_tensors(
+    tx: R, *, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None
+) -> R:
     """Return a copy of a transform whose numeric arguments are tensors, as ``torch.func.grad`` requires.
 
     Args:

@@ -19,7 +19,11 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.transform import Position, Transform, within
 from muonfx.tree import PyTree
 
-_AFTER = {"after_learning_rate", "last", "last_observer"}  # positions that require the final updates
+_AFTER = {
+    "after_learning_rate",
+    "last",
+    "last_observer",
+}  # positions that require the final updates
 _LAST = {"last", "last_observer"}
 _OBSERVERS = {"observer", "last_observer"}
 
@@ -49,7 +53,11 @@ def _ordered_pairs(members: Mapping[str, Transform]) -> list[tuple[_Placed, _Pla
 
     A transform without a declared position may be followed by any other, so it is only the later one of a pair.
 
-    >>> members = {"rate": mfx.scale_by_learning_rate(0.1), "scale": mfx.scale(-1.0), "momentum": mfx.momentum()}
+    >>> members = {
+    ...     "rate": mfx.scale_by_learning_rate(0.1),
+    ...     "scale": mfx.scale(-1.0),
+    ...     "momentum": mfx.momentum(),
+    ... }
     >>> [(earlier.tx.name, later.tx.name) for earlier, later in _ordered_pairs(members)]
     [('scale_by_learning_rate', 'scale'), ('scale_by_learning_rate', 'momentum'), ('scale', 'momentum')]
     """
@@ -69,7 +77,9 @@ def warn_of_skipped_steps(chain: str, members: Mapping[str, Transform]) -> None:
     In ``chain(momentum(), accumulate(adam(), 4))``, for example, the momentum changes its state four times a step. A
     member after the `accumulate` receives zeros at three of four calls. Only the first such transform is reported.
     """
-    skipping = [name for name, member in members.items() if _skips_steps(member)]  # such as `accumulate`
+    skipping = [
+        name for name, member in members.items() if _skips_steps(member)
+    ]  # such as `accumulate`
     if not skipping:
         return
     receives_zeros = False  # members before the first `accumulate` receive gradients
@@ -108,7 +118,9 @@ def _effect_of_every_call(tx: Transform, *, after_zeros: bool) -> str:
     if tx._schedules:  # such as a decaying rate: it counts the calls
         return "advances its schedule"
     calls_others = bool(tx.children)
-    is_observer = tx.position == "observer"  # it may run at every call, as one that records metrics does
+    is_observer = (
+        tx.position == "observer"
+    )  # it may run at every call, as one that records metrics does
     if calls_others or is_observer:
         return ""
     # 2. By one step on an example of a parameter.
@@ -161,7 +173,9 @@ def _positioned(member: str, tx: Transform) -> list[_Placed]:
     # The transforms within this one belong to the same member of the chain.
     for child in tx.children:
         positioned += _positioned(member, child)
-    is_chain = tx.declaration.combinator.in_sequence  # also one without members, which has no children
+    is_chain = (
+        tx.declaration.combinator.in_sequence
+    )  # also one without members, which has no children
     only_calls_others = tx.position is None and (bool(tx.children) or is_chain)
     if not only_calls_others:
         positioned.append(_Placed(member, tx, tx.position))
@@ -237,7 +251,11 @@ def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[i
     >>> same, opposite = mfx.scale(2.0), mfx.scale(-1.0)
     >>> combine_signs(mfx.chain(same, opposite), [frozenset({1}), frozenset({-1})])
     frozenset({-1})
-    >>> sorted(combine_signs(mfx.partition({"a": same, "b": opposite}, {}), [frozenset({1}), frozenset({-1})]))
+    >>> sorted(
+    ...     combine_signs(
+    ...         mfx.partition({"a": same, "b": opposite}, {}), [frozenset({1}), frozenset({-1})]
+    ...     )
+    ... )
     [-1, 1]
     """
     signs_of_tx = frozenset({_sign_without_inner(tx)})  # {-1} for a learning rate
@@ -267,7 +285,10 @@ def _sign_without_inner(tx: Transform) -> int:
     (-1, 1)
     """
     position = tx.position
-    if position in ("learning_rate", "turns"):  # "turns" is declared by a negative scale, for example
+    if position in (
+        "learning_rate",
+        "turns",
+    ):  # "turns" is declared by a negative scale, for example
         return -1
     if position == "either_sign":
         return 0

@@ -55,7 +55,10 @@ def _shown_arguments(tx: Any) -> Iterator[str]:
 
     Arguments that contain transforms are left out, because these transforms have their own rows.
 
-    >>> list(_shown_arguments(mfx.momentum(0.9, nesterov=False))), list(_shown_arguments(mfx.chain(mfx.momentum())))
+    >>> (
+    ...     list(_shown_arguments(mfx.momentum(0.9, nesterov=False))),
+    ...     list(_shown_arguments(mfx.chain(mfx.momentum()))),
+    ... )
     (['decay=0.9', 'nesterov=False'], [])
     """
     for name, parameter in tx.factory.definition.parameters.items():

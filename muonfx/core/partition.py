@@ -23,7 +23,14 @@ from muonfx.core.chain import widest
 from muonfx.core.checks import specs_of, warn_caller
 from muonfx.core.donation import NOTHING, Donation
 from muonfx.core.patterns import NamePatterns
-from muonfx.core.transform import Combinator, Locality, Transform, left_out, require_transform, transform
+from muonfx.core.transform import (
+    Combinator,
+    Locality,
+    Transform,
+    left_out,
+    require_transform,
+    transform,
+)
 from muonfx.core.value import Memory, with_memory
 from muonfx.internal.arguments import short_repr
 from muonfx.internal.display import format_list
@@ -187,7 +194,9 @@ class _Chooser:
             if value is None and param is None and callable(self.source):
                 value = self.value_of_none
             if not isinstance(value, self.kinds):
-                raise TypeError(f"{self.argument}: the value for {name!r} is {value!r}, expected {self.expected}")
+                raise TypeError(
+                    f"{self.argument}: the value for {name!r} is {value!r}, expected {self.expected}"
+                )
             value_of[name] = value
         if isinstance(chosen, RoutedLabels):  # labels with reasons, which are kept
             return _Choice(value_of, chosen.for_names(key_of))
@@ -213,7 +222,10 @@ class _Chooser:
         A dict may have more values than there are parameters.
 
         >>> chooser = _LabelChooser("labels", None)
-        >>> chooser._by_name({"mlp": {"up": "muon"}}, ["mlp.up"]), chooser._by_name(["muon", "adamw"], ["0", "1"])
+        >>> (
+        ...     chooser._by_name({"mlp": {"up": "muon"}}, ["mlp.up"]),
+        ...     chooser._by_name(["muon", "adamw"], ["0", "1"]),
+        ... )
         ({'mlp.up': 'muon'}, {'0': 'muon', '1': 'adamw'})
         """
         if isinstance(chosen, RoutedLabels):  # by dotted name already
@@ -251,7 +263,10 @@ class _Chooser:
             return function(params)
         try:
             return function(params)
-        except (AttributeError, TypeError) as error:  # a common mistake is lambda name, param: param.ndim > 1
+        except (
+            AttributeError,
+            TypeError,
+        ) as error:  # a common mistake is lambda name, param: param.ndim > 1
             error.add_note(
                 f"{self.argument}: the function is called once, with the tree of all parameters. For a condition on "
                 "each parameter: muonfx.routing.where(lambda info: info.ndim > 1)"
@@ -297,7 +312,10 @@ def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
     Usually, both are equal. They differ if a wrapper such as DDP added a prefix to the names of parameters, or to the
     keys. A parameter without a key is left out.
 
-    >>> _keys_of(["module.fc.weight"], {"fc.weight": "muon"}), _keys_of(["fc.weight"], {"module.fc.weight": "muon"})
+    >>> (
+    ...     _keys_of(["module.fc.weight"], {"fc.weight": "muon"}),
+    ...     _keys_of(["fc.weight"], {"module.fc.weight": "muon"}),
+    ... )
     ({'module.fc.weight': 'fc.weight'}, {'fc.weight': 'module.fc.weight'})
     """
     exact_keys = {name: name for name in names if name in source}
@@ -305,7 +323,9 @@ def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
         return exact_keys
     # Compare names without the prefixes of wrappers, on both sides: "fc.weight" for "module.fc.weight".
     key_of_plain_name = {plain_name: key for key, plain_name in unwrapped(source).items()}
-    if len(key_of_plain_name) < len(source):  # two keys have one plain name, so plain names are ambiguous
+    if len(key_of_plain_name) < len(
+        source
+    ):  # two keys have one plain name, so plain names are ambiguous
         return exact_keys
     key_of: dict[str, str] = {}
     for name, plain_name in unwrapped(names).items():
@@ -316,7 +336,9 @@ def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
     return key_of
 
 
-def _leaves_by_label(label_of: Mapping[str, Any], labels: Iterable[Any], values: PyTree) -> dict[Any, Any]:
+def _leaves_by_label(
+    label_of: Mapping[str, Any], labels: Iterable[Any], values: PyTree
+) -> dict[Any, Any]:
     """Divide the leaves of a tree by their labels: return a dict from each of ``labels`` to its leaves by name.
 
     A mask is given as the labels True and False. If there is no tree (None), each label has None.
@@ -331,7 +353,9 @@ def _leaves_by_label(label_of: Mapping[str, Any], labels: Iterable[Any], values:
     """
     if values is None:
         return dict.fromkeys(labels)
-    leaves_of: dict[Any, dict[str, Any]] = {label: {} for label in labels}  # a label without leaves keeps {}
+    leaves_of: dict[Any, dict[str, Any]] = {
+        label: {} for label in labels
+    }  # a label without leaves keeps {}
     for (name, label), leaf in zip(label_of.items(), tree.leaves(values), strict=True):
         if label in leaves_of:
             leaves_of[label][name] = leaf
@@ -361,7 +385,9 @@ def _require_transforms(transforms: object) -> None:
         require_transform(f"partition: transforms[{label!r}]", tx)
 
 
-def _require_known_labels(labels: Mapping[str, str | None], transforms: Mapping[str, Transform]) -> None:
+def _require_known_labels(
+    labels: Mapping[str, str | None], transforms: Mapping[str, Transform]
+) -> None:
     """Raise if a parameter has a label without a transform, such as "adam" if the transforms have only "adamw".
 
     The label None needs no transform, because its parameters are not updated.
@@ -423,7 +449,9 @@ def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
     shapes, and its result replaces it: ``{"w": "muon", "b": "adamw"}``.
     """
     choice = _LabelChooser("partition: labels", tx.arguments["labels"])(params)
-    labels_with_shapes = choice.routed_labels  # made by `muonfx.routing`, which records the shapes of parameters
+    labels_with_shapes = (
+        choice.routed_labels
+    )  # made by `muonfx.routing`, which records the shapes of parameters
     if labels_with_shapes is None:
         return tx.replace(labels=choice.value_of)
     labels_with_shapes.check_shapes(tx.arguments["transforms"], params)
@@ -495,7 +523,9 @@ def partition(
 
     Example:
         >>> import muonfx as mfx
-        >>> tx = mfx.partition({"slow": mfx.scale(-0.1), "fast": mfx.scale(-1.0)}, {"w": "slow", "b": "fast"})
+        >>> tx = mfx.partition(
+        ...     {"slow": mfx.scale(-0.1), "fast": mfx.scale(-1.0)}, {"w": "slow", "b": "fast"}
+        ... )
         >>> params = {"w": torch.ones(1), "b": torch.ones(1)}
         >>> tx.update(params, tx.init(params))[0]
         {'w': tensor([-0.1000]), 'b': tensor([-1.])}
@@ -511,7 +541,12 @@ def partition(
         return {label: tx.functions.init(params_of[label]) for label, tx in transforms.items()}
 
     def update(
-        updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
+        updates: PyTree,
+        state: dict[str, PyTree],
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: Any,
     ):
         """Run each transform on the leaves of its group, which it receives as a flat dict by name.
 
@@ -519,12 +554,18 @@ def partition(
         """
         label_of = choose_labels.for_step(updates, params)  # by parameter name
         _require_known_labels(label_of, transforms)
-        updates_of = _leaves_by_label(label_of, transforms, updates)  # {"muon": {"w": ...}, "adamw": {"b": ...}}
+        updates_of = _leaves_by_label(
+            label_of, transforms, updates
+        )  # {"muon": {"w": ...}, "adamw": {"b": ...}}
         params_of = _leaves_by_label(label_of, transforms, params)
-        new_updates: dict[str, Any] = dict.fromkeys(label_of)  # None for parameters with the label None
+        new_updates: dict[str, Any] = dict.fromkeys(
+            label_of
+        )  # None for parameters with the label None
         new_state: dict[str, PyTree] = {}
         for label, tx in transforms.items():
-            out, new_state[label] = tx.run(updates_of[label], state[label], params_of[label], donate=donate, **extras)
+            out, new_state[label] = tx.run(
+                updates_of[label], state[label], params_of[label], donate=donate, **extras
+            )
             new_updates.update(out)  # a flat dict by name, as the transform received
         # `new_updates` has kept the order of `label_of`, which is the order of the leaves of the tree.
         _, treedef = tree.flatten(updates)
@@ -569,7 +610,9 @@ def masked(
         {'w': tensor([[-1.]]), 'b': tensor([1.])}
     """
     if isinstance(mask, Transform):
-        raise TypeError(f"masked: found {short_repr(inner)} before the transform, expected the transform first")
+        raise TypeError(
+            f"masked: found {short_repr(inner)} before the transform, expected the transform first"
+        )
     require_transform("masked: inner", inner)
     choose = _MaskChooser("masked: mask", mask, _memory)
 
@@ -578,7 +621,14 @@ def masked(
         is_selected = choose(params).value_of
         return inner.functions.init(_selected(is_selected, params))
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: Any,
+    ):
         """Run the inner transform on the selected leaves. Return the other updates unchanged.
 
         With the mask ``{"w": True, "b": False}``, the inner transform receives ``{"w": ...}``, and "b" is returned as
@@ -587,7 +637,9 @@ def masked(
         is_selected = choose.for_step(updates, params)  # by parameter name
         selected_updates = _selected(is_selected, updates)
         selected_params = _selected(is_selected, params)
-        out, new_state = inner.run(selected_updates, state, selected_params, donate=donate, **extras)
+        out, new_state = inner.run(
+            selected_updates, state, selected_params, donate=donate, **extras
+        )
         # All updates by name, with the results in place of the selected ones. The order of the leaves stays.
         leaves, treedef = tree.flatten(updates)
         update_of = dict(zip(is_selected, leaves, strict=True))
@@ -597,7 +649,9 @@ def masked(
     return init, update
 
 
-def resolve_mask(argument: str, mask: object, memory: Memory | None = None) -> Callable[[PyTree], list[bool]]:
+def resolve_mask(
+    argument: str, mask: object, memory: Memory | None = None
+) -> Callable[[PyTree], list[bool]]:
     """Return a function from parameters to a list of bools: for each parameter, True if the mask selects it.
 
     ``mask`` has a form that `masked` accepts; None selects all parameters. ``argument`` names the mask in errors.

@@ -15,7 +15,9 @@ from muonfx.core.value import walk
 from muonfx.polar import quack
 
 
-def product_dtypes(tx: Transform, param_dtypes: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
+def product_dtypes(
+    tx: Transform, param_dtypes: Iterable[torch.dtype], device: torch.device
+) -> dict[str, str]:
     """Return a dict from the name of each transform to the dtype of its matrix products, such as "bfloat16".
 
     Transforms without matrix products are left out. With the setting ``dtype="auto"``, the dtype is one in which this
@@ -37,14 +39,18 @@ def product_dtypes(tx: Transform, param_dtypes: Iterable[torch.dtype], device: t
     return name_of_dtype
 
 
-def product_libraries(tx: Transform, param_dtypes: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
+def product_libraries(
+    tx: Transform, param_dtypes: Iterable[torch.dtype], device: torch.device
+) -> dict[str, str]:
     """Return a dict from the name of each transform with ``products="auto"`` to the library of its matrix products.
 
     The library is "quack-kernels", whose symmetric products are faster. If it fails for a dtype on this device, as
     `muonfx.polar.quack` finds, the library is for example "torch for float16". Ranks compare these texts, because two
     libraries would round differently.
     """
-    product_dtype_of = product_dtypes(tx, param_dtypes, device)  # such as {"orthogonalize": "bfloat16"}
+    product_dtype_of = product_dtypes(
+        tx, param_dtypes, device
+    )  # such as {"orthogonalize": "bfloat16"}
     library_of: dict[str, str] = {}
     for name, inner in _named_transforms(tx):
         chooses_library = name in product_dtype_of and inner.arguments.get("products") == "auto"
@@ -60,7 +66,9 @@ def product_libraries(tx: Transform, param_dtypes: Iterable[torch.dtype], device
 
 def _library(dtypes: list[str], device: torch.device) -> str:
     """Return the library of symmetric products in some dtypes, such as ``["bfloat16", "float16"]``."""
-    failed_dtypes = [dtype for dtype in dtypes if quack.failure(device, getattr(torch, dtype)) is not None]
+    failed_dtypes = [
+        dtype for dtype in dtypes if quack.failure(device, getattr(torch, dtype)) is not None
+    ]
     if failed_dtypes:
         return f"torch for {', '.join(failed_dtypes)}"
     return "quack-kernels"

@@ -204,7 +204,9 @@ def cosine_decay_schedule(start: Scalar, steps: int, *, end: Scalar = 0.0) -> Sc
     checks.finite("start", start)
     checks.finite("end", end)
     checks.whole_number("steps", steps)
-    return lambda count: end + (start - end) * 0.5 * (1.0 + torch.cos(math.pi * _fraction(count, steps)))
+    return lambda count: (
+        end + (start - end) * 0.5 * (1.0 + torch.cos(math.pi * _fraction(count, steps)))
+    )
 
 
 @schedule
@@ -253,7 +255,13 @@ def warmup_cosine_decay_schedule(
 
 @schedule
 def warmup_stable_decay_schedule(
-    peak: Scalar, warmup_steps: int, decay_steps: int, total_steps: int, *, start: Scalar = 0.0, end: Scalar = 0.0
+    peak: Scalar,
+    warmup_steps: int,
+    decay_steps: int,
+    total_steps: int,
+    *,
+    start: Scalar = 0.0,
+    end: Scalar = 0.0,
 ):
     """Make a schedule of linear warmup to ``peak``, a constant phase, and linear decay to ``end``.
 
@@ -278,7 +286,9 @@ def warmup_stable_decay_schedule(
     # Three schedules in sequence. The decay begins so that it ends at step `total_steps`.
     warmup = linear_schedule(start, peak, warmup_steps)
     decay = linear_schedule(peak, end, decay_steps)
-    return joined([warmup, constant_schedule(peak), decay], [warmup_steps, total_steps - decay_steps])
+    return joined(
+        [warmup, constant_schedule(peak), decay], [warmup_steps, total_steps - decay_steps]
+    )
 
 
 def _within(steps: int, total_steps: int, name: str) -> None:
@@ -349,7 +359,9 @@ class ScheduledState(NamedTuple):
     """The state that the transform would have with plain numbers."""
 
 
-def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]], InitAndUpdate]) -> InitAndUpdate:
+def follow(
+    schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]], InitAndUpdate]
+) -> InitAndUpdate:
     """Return the functions ``(init, update)`` of a transform that has schedules among its arguments.
 
     The state counts the steps. Each update evaluates the schedules at the current step and calls ``build`` with a dict
@@ -357,7 +369,9 @@ def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]
 
     >>> init, update = follow(
     ...     {"factor": linear_schedule(1.0, 0.0, 4)},
-    ...     build=lambda numbers: mfx.scale(numbers["factor"]).functions,  # scale(1.0), then scale(0.75)
+    ...     build=lambda numbers: (
+    ...         mfx.scale(numbers["factor"]).functions
+    ...     ),  # scale(1.0), then scale(0.75)
     ... )
     >>> state = init({"w": torch.zeros(1)})
     >>> _, state = update({"w": torch.ones(1)}, state)
@@ -367,7 +381,9 @@ def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]
 
     def build_at(count: Tensor) -> InitAndUpdate:
         """Return the functions for the numbers at step ``count``."""
-        numbers = {name: new_number(schedule(count), count.device) for name, schedule in schedules.items()}
+        numbers = {
+            name: new_number(schedule(count), count.device) for name, schedule in schedules.items()
+        }
         return build(numbers)
 
     def init(params: PyTree) -> ScheduledState:

@@ -27,7 +27,9 @@ def identity():
     ({'w': tensor([1., 1.])}, EmptyState())
     """
 
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+    def update(
+        updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING
+    ):
         return updates, state
 
     return no_state, update
@@ -41,7 +43,9 @@ def set_to_zero():
     {'w': tensor([0., 0.])}
     """
 
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+    def update(
+        updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING
+    ):
         return tree.map(torch.zeros_like, updates), state
 
     return no_state, update
@@ -64,14 +68,21 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
     {'w': tensor([0.5000, 0.5000])}
     """
     if not callable(function):
-        raise TypeError(f"stateless: function must be a function (updates, params) -> updates, found {function!r}")
+        raise TypeError(
+            f"stateless: function must be a function (updates, params) -> updates, found {function!r}"
+        )
     if not torch.compiler.is_compiling():  # it was checked when the transform was created
         require_arguments("stateless: function", function, ("updates", "params"))
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None):
         out = function(updates, params)
         # The function of a user may have left out a leaf, or returned another container.
-        check_structure("stateless: the updates that the function returns", out, "the updates given to it", updates)
+        check_structure(
+            "stateless: the updates that the function returns",
+            out,
+            "the updates given to it",
+            updates,
+        )
         return out, state
 
     return no_state, update

@@ -136,7 +136,10 @@ class MatrixWork:
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None
     """``(transform, dtype, device) -> dtype``. Returns the dtype to which updates are rounded before all other work.
     They may then be sent between ranks in this dtype. It has at most the precision of ``dtype``."""
-    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Any, dict[str, tuple[int, int]]]] | None = None
+    on_stacks: (
+        Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Any, dict[str, tuple[int, int]]]]
+        | None
+    ) = None
     """``(transform, shapes) -> (transform, matrices)``. ``shapes`` maps names to shapes. ``matrices`` maps the name of
     each leaf that is a contiguous stack of independent matrices to the shape of one matrix. The returned transform
     takes these leaves as ``(number, rows, columns)``. None: for a MATRIX transform, every leaf with more than two dims
@@ -177,7 +180,9 @@ class Declaration:
             raise ValueError(f"transform: position must be {_POSITIONS}, found {self.position!r}")
 
 
-_POSITIONS = f"one of {', '.join(map(repr, get_args(Position)))}, None or a function of the arguments"
+_POSITIONS = (
+    f"one of {', '.join(map(repr, get_args(Position)))}, None or a function of the arguments"
+)
 _TYPES_OF_OPTIONS: dict[str, tuple[Any, str]] = {
     "locality": ((Locality, Callable), "a Locality, such as Locality.MATRIX, or a function"),
     "combinator": (Combinator, "a Combinator"),
@@ -243,7 +248,9 @@ class Transform(Recorded):
         in a notebook. To see how the transform runs on given parameters, print the result of `muonfx.placement.placed`.
 
         >>> import muonfx as mfx
-        >>> mfx.chain(mfx.momentum(0.9, nesterov=True), mfx.orthogonalize(), mfx.scale(-0.02)).tree()
+        >>> mfx.chain(
+        ...     mfx.momentum(0.9, nesterov=True), mfx.orthogonalize(), mfx.scale(-0.02)
+        ... ).tree()
         transform        locality  arguments
         chain            LEAF
           momentum       ELEMENT   decay=0.9
@@ -311,7 +318,9 @@ class Transform(Recorded):
             # Under `torch.func`, a number is a tensor, whose value cannot be read.
             numbers = [arguments[name] for name in self._schedules]
             floats = [number for number in numbers if isinstance(number, float)]
-            if any(map(math.isinf, floats)):  # a rate that grows until a run ends, as in a search for the best one
+            if any(
+                map(math.isinf, floats)
+            ):  # a rate that grows until a run ends, as in a search for the best one
                 return
             self._check_step(step, arguments)
 
@@ -367,7 +376,9 @@ class Transform(Recorded):
         """
         if self._schedules:
             # `follow` calls the lambda with the numbers of a step, such as {"factor": 0.75}, in place of the schedules.
-            init, update = follow(self._schedules, lambda numbers: self._build({**self.arguments, **numbers}))
+            init, update = follow(
+                self._schedules, lambda numbers: self._build({**self.arguments, **numbers})
+            )
         else:
             init, update = self._build(self.arguments)
         return Functions(functools.partial(outside_autocast, init), update)
@@ -390,7 +401,9 @@ class Transform(Recorded):
         """
         update = self.functions.update
         if not self.factory.definition.is_ours:  # the functions of this package are right
-            require_arguments(f"{self.factory.__name__}: update", update, ("updates", "state", "params"))
+            require_arguments(
+                f"{self.factory.__name__}: update", update, ("updates", "state", "params")
+            )
         extras = extras_of(update)
         if not extras.takes_all:  # no ``**extras``
             return extras
@@ -444,7 +457,13 @@ class Transform(Recorded):
         return self.functions.init(params)
 
     def update(
-        self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: bool | Donation = False, **extras: Any
+        self,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: bool | Donation = False,
+        **extras: Any,
     ) -> tuple[PyTree, PyTree]:
         """Return the new updates and the next state. No input is modified, unless it is donated.
 
@@ -472,11 +491,15 @@ class Transform(Recorded):
         """
         if not torch.compiler.is_compiling():
             params = without_left_out(self, params)
-            if "torch._dynamo" in sys.modules:  # torch's compiler is loaded, and must not compile the checks
+            if (
+                "torch._dynamo" in sys.modules
+            ):  # torch's compiler is loaded, and must not compile the checks
                 self._check_inputs_uncompiled(updates, state, params)
             else:
                 self._check_inputs(updates, state, params)
-        elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
+        elif (
+            params is not None
+        ):  # traced leaves are matched by position, and their values cannot be checked
             checks.check_structure("updates", updates, "params", params)
         check_extras(self, extras)
         donation, updates, state = unshared(Donation.of(donate), updates, state, params)
@@ -515,7 +538,9 @@ class Transform(Recorded):
         # The leaves, structure and shapes of the parameters, or of the updates if no parameters were passed.
         leaves, treedef, specs = checks.check_update(updates, params)
         expected = self._expected_state(leaves, treedef, specs)
-        if expected is not None:  # None: it cannot be derived without the parameters, so the state is not checked
+        if (
+            expected is not None
+        ):  # None: it cannot be derived without the parameters, so the state is not checked
             # Without parameters, dtypes were read from the updates, whose dtypes may differ. Only shapes are compared.
             checks.check_state_like(self.name, state, expected, with_dtypes=params is not None)
         if params is not None:
@@ -532,15 +557,23 @@ class Transform(Recorded):
         """
         # A state may contain copies of numeric arguments, so its shapes depend on theirs.
         number_shapes = tuple(map(_shape_of, self.tensors))
-        if any(number_shapes):  # a number with dims may be an error, which must be raised before `init` uses it
+        if any(
+            number_shapes
+        ):  # a number with dims may be an error, which must be raised before `init` uses it
             check_numbers(self)
-        cache: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault("expected_states", {})
+        cache: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault(
+            "expected_states", {}
+        )
         key = (treedef, tuple(specs), number_shapes)
         if key not in cache:
             if None in specs:
                 return None
-            meta_leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
-            cache[key] = checks.ExpectedState.of(self._quiet_init(tree.unflatten(treedef, meta_leaves)))
+            meta_leaves = [
+                torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves
+            ]
+            cache[key] = checks.ExpectedState.of(
+                self._quiet_init(tree.unflatten(treedef, meta_leaves))
+            )
         return cache[key]
 
     def _quiet_init(self, params: PyTree) -> PyTree:
@@ -549,13 +582,23 @@ class Transform(Recorded):
             warnings.simplefilter("ignore")
             return self.functions.init(params)
 
-    def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
+    def run(
+        self,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree,
+        *,
+        donate: Donation = NOTHING,
+        **extras: Any,
+    ) -> Any:
         """Call the ``update`` function without checking the arguments. Return its pair (updates, state).
 
         Transforms that call others, such as chains, use this: the outermost `update` has checked the arguments. The
         function receives only the ``extras`` that it accepts.
 
-        >>> mfx.scale(2.0).run({"w": torch.tensor(3.0)}, EmptyState(), None, value=0.1)  # an extra that it lacks
+        >>> mfx.scale(2.0).run(
+        ...     {"w": torch.tensor(3.0)}, EmptyState(), None, value=0.1
+        ... )  # an extra that it lacks
         ({'w': tensor(6.)}, EmptyState())
         """
         keywords = self._accepted_keywords(extras, donate)
@@ -565,7 +608,9 @@ class Transform(Recorded):
         else:
             result = update(updates, state, params, **keywords)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise TypeError(f"{self.name}: its update must return (updates, state), found {type(result).__name__}")
+            raise TypeError(
+                f"{self.name}: its update must return (updates, state), found {type(result).__name__}"
+            )
         # The tests of this package check the results of its own functions.
         is_ours = self.structure.factory.definition.is_ours
         if not is_ours and not torch.compiler.is_compiling():
@@ -582,7 +627,9 @@ class Transform(Recorded):
         """
         names = self.extras.named
         keywords = extras
-        if not self.extras.takes_all:  # a name for another transform of the chain would be a TypeError
+        if (
+            not self.extras.takes_all
+        ):  # a name for another transform of the chain would be a TypeError
             keywords = {name: extra for name, extra in extras.items() if name in names}
         # Not with ``**extras`` alone: a function that does not name `donate` may read its inputs after a call.
         if "donate" in names:
@@ -600,9 +647,14 @@ class Transform(Recorded):
         """
         new_updates, new_state = result
         checks.check_structure(
-            f"{self.name}: the updates that it returns", new_updates, "the updates given to it", updates
+            f"{self.name}: the updates that it returns",
+            new_updates,
+            "the updates given to it",
+            updates,
         )
-        checks.check_structure(f"{self.name}: the state that it returns", new_state, "the state given to it", state)
+        checks.check_structure(
+            f"{self.name}: the state that it returns", new_state, "the state given to it", state
+        )
 
 
 class Outermost(Transform):
@@ -632,7 +684,9 @@ def patterns_in(tx: Transform) -> list[NamePatterns]:
         declared = inner.declaration.name_patterns
         if declared is not None:
             patterns += declared(inner)
-    return list(dict.fromkeys(patterns))  # each once, also if two inner transforms have the same globs
+    return list(
+        dict.fromkeys(patterns)
+    )  # each once, also if two inner transforms have the same globs
 
 
 def check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
@@ -683,7 +737,9 @@ def without_left_out(tx: Transform, params: PyTree) -> PyTree:
     return tree.unflatten(treedef, leaves)
 
 
-def stacked(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
+def stacked(
+    tx: Transform, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Transform, dict[str, tuple[int, int]]]:
     """Return an equal transform that takes each stack of matrices as a tensor of shape (number, rows, columns).
 
     With it a rank can update some matrices of a parameter without the others. Return also a dict with (rows, columns)
@@ -721,7 +777,9 @@ def within(tx: Transform) -> list[Transform]:
     return transforms
 
 
-def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:
+def entries_of(
+    transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain"
+) -> dict[str, Transform]:
     """Give each transform among the arguments of `chain` a name, and return a dict from name to transform.
 
     An argument is a transform, which has the name of its function, or a pair ``(name, transform)``. A repeated name
@@ -798,21 +856,30 @@ def transform(constructor: Callable[P, InitAndUpdate], /) -> Callable[P, Transfo
 def transform(
     *,
     name: str | None = None,  # a permanent public name, such as "acme.my_momentum"
-    locality: Locality | Callable[..., Locality] = Locality.TREE,  # the part of the tree that an element depends on
+    locality: Locality
+    | Callable[..., Locality] = Locality.TREE,  # the part of the tree that an element depends on
     # All further options save work or improve errors; the docstring below describes them.
     combinator: Combinator = ...,  # how it calls the transforms among its arguments
     reads_params: bool | Callable[..., bool] = True,  # False: values of parameters are not used
-    resolve: Callable[[Any, PyTree], Transform] | None = None,  # (transform, params) -> transform that runs on shards
+    resolve: Callable[[Any, PyTree], Transform]
+    | None = None,  # (transform, params) -> transform that runs on shards
     matrices: MatrixWork = ...,  # which matrices are independent, and what they cost
-    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,  # globs in its arguments, such as "*.bias"
-    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,  # raises for a wrong value of an extra
-    position: Position | Callable[..., Position | None] | None = None,  # in a chain, relative to the learning rate
+    name_patterns: Callable[[Any], Iterable[NamePatterns]]
+    | None = None,  # globs in its arguments, such as "*.bias"
+    check_extras: Callable[[Any, Mapping[str, Any]], None]
+    | None = None,  # raises for a wrong value of an extra
+    position: Position
+    | Callable[..., Position | None]
+    | None = None,  # in a chain, relative to the learning rate
     short_names: ShortNames | None = None,  # keys in param groups, such as {"lr": "learning_rate"}
 ) -> Callable[[Callable[P, InitAndUpdate]], Callable[P, Transform]]: ...
 
 
 def transform(
-    constructor: Callable[..., InitAndUpdate] | None = None, *, name: str | None = None, **options: Any
+    constructor: Callable[..., InitAndUpdate] | None = None,
+    *,
+    name: str | None = None,
+    **options: Any,
 ) -> Any:
     """Decorate a function that returns ``(init, update)``, so that calling it creates a `Transform`.
 
@@ -892,10 +959,14 @@ def transform(
         >>> sign_descent().locality.name
         'ELEMENT'
     """
-    bind("transform", inspect.signature(Declaration), (), options)  # raises a clear error for an unknown option
+    bind(
+        "transform", inspect.signature(Declaration), (), options
+    )  # raises a clear error for an unknown option
     if options.get("short_names") is None:
         options["short_names"] = {}
-    decorate = functools.partial(make_factory, Transform, declaration=Declaration(**options), name=name)
+    decorate = functools.partial(
+        make_factory, Transform, declaration=Declaration(**options), name=name
+    )
     if constructor is None:  # called with options: @transform(locality=...)
         return decorate
     return decorate(constructor)

@@ -157,9 +157,13 @@ def make_factory(
     cast("Factory", factory).definition = Definition(
         constructor=constructor,
         parameters=parameters,
-        kinds=tuple([(argument, parameter.kind.name) for argument, parameter in parameters.items()]),
+        kinds=tuple(
+            [(argument, parameter.kind.name) for argument, parameter in parameters.items()]
+        ),
         accepted_types=accepted_types,
-        number_parameters=tuple([argument for argument, types in accepted_types.items() if _takes_number(types)]),
+        number_parameters=tuple(
+            [argument for argument, types in accepted_types.items() if _takes_number(types)]
+        ),
         name=name,
         remembers=getattr(constructor, "takes_memory", False),
         is_stand_in=is_stand_in,
@@ -186,7 +190,9 @@ def checked_by(check: Callable[[Any], None]) -> Callable[[F], F]:
 
 def _check_public_name(name: object) -> None:
     if not (isinstance(name, str) and all(map(str.isidentifier, name.split(".")))):
-        raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
+        raise ValueError(
+            f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}"
+        )
 
 
 class Lazy(Generic[V]):
@@ -214,7 +220,9 @@ class Lazy(Generic[V]):
         if instance is None:  # read from the class, as by a documentation tool
             return cast("V", self)
         # Not in a method of the subclass: torch.compile would compile that one again for each property.
-        if self._is_of_structure:  # store the result also in the `Structure` that copies with other numbers share
+        if (
+            self._is_of_structure
+        ):  # store the result also in the `Structure` that copies with other numbers share
             results: dict[str, Any] = instance.structure.attributes
             if self._name not in results:
                 results[self._name] = self._compute(instance)
@@ -254,7 +262,9 @@ def with_memory(constructor: Callable[Concatenate[Memory, P], Any]) -> Callable[
     marked: Any = constructor
     # The function itself is returned, with two attributes. Its signature has the arguments that callers pass.
     marked.__signature__ = inspect.Signature(parameters[1:])
-    marked.takes_memory = True  # `make_factory` reads it, and then passes the cache as first argument
+    marked.takes_memory = (
+        True  # `make_factory` reads it, and then passes the cache as first argument
+    )
     return cast("Callable[P, Any]", constructor)
 
 
@@ -331,7 +341,9 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
 def _filled(template: Any, parts: Iterator[object]) -> Any:
     """Return a template with the next of ``parts``, in order, in place of each blank. It undoes `_with_blanks`.
 
-    >>> _filled({"decay": _BLANK, "nesterov": True, "betas": (_BLANK, _BLANK)}, iter([0.9, 0.8, 0.7]))
+    >>> _filled(
+    ...     {"decay": _BLANK, "nesterov": True, "betas": (_BLANK, _BLANK)}, iter([0.9, 0.8, 0.7])
+    ... )
     {'decay': 0.9, 'nesterov': True, 'betas': (0.8, 0.7)}
     """
     if template is _BLANK:
@@ -398,7 +410,9 @@ class Structure:
             return True
         if self.kind is not other.kind or self.factory != other.factory:
             return False
-        return same(self.template, other.template)  # `==` would ignore the order of dicts, and equate 1 and True
+        return same(
+            self.template, other.template
+        )  # `==` would ignore the order of dicts, and equate 1 and True
 
     def __hash__(self) -> int:
         return hash((self.kind, self.factory))
@@ -406,7 +420,10 @@ class Structure:
 
 def _is_written_by_position(parameter: inspect.Parameter, value: object) -> bool:
     """Return True if a ``repr`` has an argument without its name: a required one, such as a transform; no number."""
-    if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.default is not parameter.empty:
+    if (
+        parameter.kind is not parameter.POSITIONAL_OR_KEYWORD
+        or parameter.default is not parameter.empty
+    ):
         return False
     return not isinstance(value, int | float | Tensor)
 
@@ -442,7 +459,9 @@ class Recorded:
         parts: list[object] = []
         template: dict[str, object] = {}
         for name, argument in bound.arguments.items():
-            if argument is not definition.parameters[name].default:  # defaults are correct, so they need no check
+            if (
+                argument is not definition.parameters[name].default
+            ):  # defaults are correct, so they need no check
                 argument = cls._checked(factory, name, argument)
             argument = definition.as_float(name, argument)
             if isinstance(argument, float):  # not one in a container, which is fixed
@@ -463,8 +482,12 @@ class Recorded:
         default = factory.definition.parameters[name].default
         if dataclasses.is_dataclass(default) and not isinstance(argument, type(default)):
             kind = type(default).__name__  # such as "MatrixView"
-            raise TypeError(f"{factory.__name__}: {name} must be a {kind}, found {argument!r}: pass {kind}(...)")
-        type_names = factory.definition.accepted_types[name]  # such as {"float", "None"}; empty if it is not checked
+            raise TypeError(
+                f"{factory.__name__}: {name} must be a {kind}, found {argument!r}: pass {kind}(...)"
+            )
+        type_names = factory.definition.accepted_types[
+            name
+        ]  # such as {"float", "None"}; empty if it is not checked
         if not type_names:
             return argument
         is_number = factory.definition.is_number(name)
@@ -478,7 +501,9 @@ class Recorded:
         They are ["decay"] for ``decay=0.9``, none for ``nesterov=True``, and the keys of a dict of transforms.
         """
         template = self.structure.template[argument]
-        if type(template) is dict:  # its items have its keys as names: "muon", not "transforms.muon"
+        if (
+            type(template) is dict
+        ):  # its items have its keys as names: "muon", not "transforms.muon"
             return _names_of_blanks(template, "")
         return _names_of_blanks(template, argument)
 
@@ -509,7 +534,9 @@ class Recorded:
         function that returns the parts and the structure of a value, and one that builds a value from them.
         """
         super().__init_subclass__(**kwargs)
-        register: Any = optree.register_pytree_node  # its type hints require a collection, but any class works
+        register: Any = (
+            optree.register_pytree_node
+        )  # its type hints require a collection, but any class works
         register(cls, _flatten_for_optree, Recorded._from, namespace=NAMESPACE)
         torch_pytree.register_pytree_node(
             cls,
@@ -541,7 +568,10 @@ class Recorded:
         """
         positional: list[object] = []
         named: dict[str, object] = {}
-        for name, kind in self.factory.definition.kinds:  # such as ("decay", "POSITIONAL_OR_KEYWORD")
+        for (
+            name,
+            kind,
+        ) in self.factory.definition.kinds:  # such as ("decay", "POSITIONAL_OR_KEYWORD")
             if kind == "VAR_POSITIONAL":
                 positional.extend(arguments[name])
             elif kind == "VAR_KEYWORD":
@@ -608,7 +638,9 @@ class Recorded:
                 f"{self.factory.__name__} has no argument {unknown[0]}{hint(unknown[0], arguments)}; it has "
                 f"{', '.join(arguments)}. To change a number of a transform within it, use with_hyperparams"
             )
-        return self._call(self.factory, {**arguments, **changes})  # a new call, which checks the changed arguments
+        return self._call(
+            self.factory, {**arguments, **changes}
+        )  # a new call, which checks the changed arguments
 
     def __repr__(self) -> str:
         """Return Python code that creates an equal value. Arguments that equal their defaults are left out.
@@ -669,8 +701,12 @@ def _unpickled(structure: Structure, parts: Sequence[object]) -> Recorded:
     arguments = recorded.arguments
     removed = {name: value for name, value in arguments.items() if name not in parameters}
     signature = inspect.Signature(list(parameters.values()))
-    call = inspect.BoundArguments(signature, arguments)  # it unpacks the arguments of *args and **kwargs
-    return structure.factory(*call.args, **call.kwargs, **removed)  # a TypeError for removed arguments
+    call = inspect.BoundArguments(
+        signature, arguments
+    )  # it unpacks the arguments of *args and **kwargs
+    return structure.factory(
+        *call.args, **call.kwargs, **removed
+    )  # a TypeError for removed arguments
 
 
 def prepared(recorded: R) -> R:
@@ -788,7 +824,9 @@ def part_names(recorded: Recorded) -> tuple[str, ...]:
     if "part_names" in cache:
         return cache["part_names"]
     names: list[str] = []
-    if recorded.factory.definition.is_stand_in:  # such as `offload`: its only part, a transform, adds no name
+    if (
+        recorded.factory.definition.is_stand_in
+    ):  # such as `offload`: its only part, a transform, adds no name
         names.append("")
     else:
         for argument in recorded.structure.template:
@@ -835,7 +873,9 @@ def _text_of_argument(argument: object, name_of: Mapping[str, str]) -> str:
         argument = dict(_items(argument))  # the items of a default are not sorted yet
     if type(argument) in _CONTAINERS:  # which may contain transforms
         return text_of(argument, functools.partial(_text_of_argument, name_of=name_of), name_of)
-    return text_of(argument, name_of=name_of)  # a fixed value, such as "True", or a number, whose text is "*"
+    return text_of(
+        argument, name_of=name_of
+    )  # a fixed value, such as "True", or a number, whose text is "*"
 
 
 def _text_of_default(definition: Definition, name: str) -> str:

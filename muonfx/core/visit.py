@@ -18,7 +18,14 @@ from muonfx.core.chain import chain, chain_entries
 from muonfx.core.extras import EXTRAS_OVER_RANKS
 from muonfx.core.partition import partition
 from muonfx.core.transform import Declaration, Locality, ShortNames, Transform
-from muonfx.core.value import Recorded, joined_name, make_factory, named_numbers, part_names, prepared
+from muonfx.core.value import (
+    Recorded,
+    joined_name,
+    make_factory,
+    named_numbers,
+    part_names,
+    prepared,
+)
 from muonfx.tree import PyTree
 
 Path = tuple[Any, ...]
@@ -159,7 +166,9 @@ def root_visit(tx: Transform, params: PyTree) -> Visit:
     return _visit(tx, params, state=(), name="", key="", label=None)
 
 
-def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key: str, label: str | None) -> Visit:
+def _visit(
+    tx: Transform, params: PyTree, *, state: Path | None, name: str, key: str, label: str | None
+) -> Visit:
     """Return a `Visit` that describes a transform within the outermost one, and in it the visits of inner transforms.
 
     For the `momentum` of ``partition({"muon": chain(momentum(), ...)}, labels)``, the arguments are as below.
@@ -221,7 +230,9 @@ class _Call(NamedTuple):
 def _calls(tx: Transform, params: PyTree) -> list[_Call]:
     """Return the calls of inner transforms by ``tx``, in order. ``tx`` is resolved for ``params``.
 
-    >>> tx = mfx.partition({"muon": mfx.momentum(), "adamw": mfx.scale(0.1)}, {"w": "muon", "b": "adamw"})
+    >>> tx = mfx.partition(
+    ...     {"muon": mfx.momentum(), "adamw": mfx.scale(0.1)}, {"w": "muon", "b": "adamw"}
+    ... )
     >>> for call in _calls(tx, {"w": torch.zeros(2), "b": torch.zeros(3)}):
     ...     print(call.argument, call.params, call.state)
     adamw {'b': tensor([0., 0., 0.])} ('adamw',)
@@ -231,7 +242,9 @@ def _calls(tx: Transform, params: PyTree) -> list[_Call]:
     inner_transforms = [(name, part) for name, part in named_parts if isinstance(part, Transform)]
     if not inner_transforms:
         return []
-    if tx.declaration.combinator.in_sequence:  # a chain passes all parameters on, and stores the states by name
+    if (
+        tx.declaration.combinator.in_sequence
+    ):  # a chain passes all parameters on, and stores the states by name
         return [_Call(name, inner, params, (name,)) for name, inner in inner_transforms]
     # Any other transform is observed, so that its author need not declare what it does. Its `init` runs once with
     # substitutes of the inner transforms, which record the parameters that they receive, and return placeholders that
@@ -240,7 +253,9 @@ def _calls(tx: Transform, params: PyTree) -> list[_Call]:
     path_of = _placeholder_paths(recorded.state)
     calls: list[_Call] = []
     for index, (name, inner) in enumerate(inner_transforms):
-        params_of_inner = recorded.params_of.get(index, params)  # all of them, if `init` does not call it
+        params_of_inner = recorded.params_of.get(
+            index, params
+        )  # all of them, if `init` does not call it
         path_of_state = path_of.get(index)  # None if its state is not stored as it is
         calls.append(_Call(name, inner, params_of_inner, path_of_state))
     return calls
@@ -272,7 +287,9 @@ def is_wrapper(tx: Transform) -> bool:
     combinator = tx.declaration.combinator
     if not tx.children or combinator.in_sequence:  # it calls none, or is a chain
         return False
-    if combinator.own_locality is Locality.TREE:  # it reads all leaves, which is allowed if it only sums over them
+    if (
+        combinator.own_locality is Locality.TREE
+    ):  # it reads all leaves, which is allowed if it only sums over them
         return sums_over_leaves(tx)
     return combinator.own_locality is Locality.ELEMENT
 
@@ -386,7 +403,9 @@ def with_inner(tx: Transform, inner_transforms: Sequence[Transform]) -> Transfor
     member_names = chain_entries(tx)
     if member_names is None:
         return tx.with_children(inner_transforms)
-    return as_chain(dict(zip(member_names, inner_transforms, strict=True)))  # with the names of the former members
+    return as_chain(
+        dict(zip(member_names, inner_transforms, strict=True))
+    )  # with the names of the former members
 
 
 def as_chain(members: Mapping[str, Transform]) -> Transform:

@@ -47,14 +47,18 @@ class MuonFactory:
 
     >>> from types import SimpleNamespace
     >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
-    >>> args = SimpleNamespace(learning_rate=0.001, weight_decay=0.1, **adamw, deepspeed_plugin=None)
+    >>> args = SimpleNamespace(
+    ...     learning_rate=0.001, weight_decay=0.1, **adamw, deepspeed_plugin=None
+    ... )
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> optimizer = MuonFactory()(model, args=args, adamw_lr=0.004)
     >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
     [('muon', 0.001), ('adamw', 0.004)]
     """
 
-    def __call__(self, model: nn.Module, *, args: TrainingArguments, **options: Any) -> torch.optim.Optimizer:
+    def __call__(
+        self, model: nn.Module, *, args: TrainingArguments, **options: Any
+    ) -> torch.optim.Optimizer:
         """Return the Muon optimizer for a model.
 
         Args:
@@ -129,10 +133,17 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
 
     >>> from types import SimpleNamespace
     >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
-    >>> args = SimpleNamespace(learning_rate=0.001, weight_decay=0.1, **adamw, deepspeed_plugin=None)
+    >>> args = SimpleNamespace(
+    ...     learning_rate=0.001, weight_decay=0.1, **adamw, deepspeed_plugin=None
+    ... )
     >>> factory, options = muon(args, adamw_lr=4e-3)
     >>> args.learning_rate = 0.002
-    >>> [group["lr"] for group in factory()(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **options).param_groups]
+    >>> [
+    ...     group["lr"]
+    ...     for group in factory()(
+    ...         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **options
+    ...     ).param_groups
+    ... ]
     [0.002, 0.004]
     """
     # Raise now, before the Trainer loads the model.
@@ -179,10 +190,14 @@ def _warn_of_other_optimizer(args: TrainingArguments) -> None:
     optim = getattr(args, "optim", None)
     chosen = getattr(optim, "value", optim)  # an enum of transformers
     if chosen is not None and chosen not in _ADAMW:
-        warn_caller(f"muon: optim={chosen!r} of the training arguments is not used, because Muon is: leave it out")
+        warn_caller(
+            f"muon: optim={chosen!r} of the training arguments is not used, because Muon is: leave it out"
+        )
     optim_args = getattr(args, "optim_args", None)
     if optim_args:
-        warn_caller(f"muon: optim_args={optim_args!r} is not used: pass the options to muon, or in muon_options")
+        warn_caller(
+            f"muon: optim_args={optim_args!r} is not used: pass the options to muon, or in muon_options"
+        )
 
 
 class MuonMixin:
@@ -205,7 +220,9 @@ class MuonMixin:
         >>> class MuonTrainer(MuonMixin, Trainer):
         ...     muon_options = {"adamw_lr": 4e-3}
         >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
-        >>> args = SimpleNamespace(learning_rate=0.001, weight_decay=0.1, **adamw, deepspeed_plugin=None)
+        >>> args = SimpleNamespace(
+        ...     learning_rate=0.001, weight_decay=0.1, **adamw, deepspeed_plugin=None
+        ... )
         >>> _, options = MuonTrainer(args).create_optimizer()
         >>> options["adamw_lr"]
         0.004
@@ -249,7 +266,9 @@ class MuonMixin:
             optimizer_class = self.optimizer_cls_and_kwargs[0]
             argument = "optimizer_cls_and_kwargs"
         else:
-            optimizer_class = type(getattr(self, "optimizer", None))  # a later call has the optimizer of the first
+            optimizer_class = type(
+                getattr(self, "optimizer", None)
+            )  # a later call has the optimizer of the first
             argument = "optimizers"
         # No optimizer was given, or Muon was given explicitly.
         if optimizer_class is type(None) or optimizer_class.__module__.startswith("muonfx."):

@@ -23,7 +23,9 @@ def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: a mapping has an unknown argument; the message suggests a known one.
 
     >>> view = {"*.qkv": "(q=4 + kv=2) in -> q in, kv in"}
-    >>> options = with_parts({"lr_scaling": "original", "orthogonalize": {"dtype": "float32", "view": view}})
+    >>> options = with_parts(
+    ...     {"lr_scaling": "original", "orthogonalize": {"dtype": "float32", "view": view}}
+    ... )
     >>> options["lr_scaling"], options["orthogonalize"]
     ('original', orthogonalize(dtype=torch.float32, view=MatrixView({'*.qkv': '(q=4 + kv=2) in -> q in, kv in'})))
     """

@@ -71,7 +71,9 @@ def _container() -> Any:
     base = _container_of_torchtitan()
 
     class MuonContainer(_MuonContainerMethods, base):
-        canonical_fqn = staticmethod(import_module("torchtitan.components.checkpointer.utils").canonical_fqn)
+        canonical_fqn = staticmethod(
+            import_module("torchtitan.components.checkpointer.utils").canonical_fqn
+        )
 
         @dataclass(kw_only=True, slots=True)
         class Config(base.Config):
@@ -104,11 +106,16 @@ class _MuonContainerMethods:
         """Make a `Muon` for each model part, such as a stage of a pipeline."""
         _require_same_fields(config, _container_of_torchtitan().Config())
         rates = {"lr": config.lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
-        options = {**rates, **with_parts(config.options)}  # values from a file become transforms and dtypes
+        options = {
+            **rates,
+            **with_parts(config.options),
+        }  # values from a file become transforms and dtypes
         self.model_parts = model_parts
         self.optimizers = []
         all_params: list[Tensor] = []
-        for model_part, options_of_part in zip(model_parts, _options_of_parts(options, model_parts), strict=True):
+        for model_part, options_of_part in zip(
+            model_parts, _options_of_parts(options, model_parts), strict=True
+        ):
             optimizer = Muon(model_part, **options_of_part)
             self.optimizers.append(optimizer)
             for group in optimizer.param_groups:
@@ -139,8 +146,14 @@ class _MuonContainerMethods:
         changed_rates: list[str] = []
         hooks: list[Any] = []
         for optimizer in self.optimizers:
-            hooks.append(optimizer.register_load_state_dict_pre_hook(partial(_with_saved_chains, renamed)))
-            hooks.append(optimizer.register_load_state_dict_pre_hook(partial(_with_rates_of_code, changed_rates)))
+            hooks.append(
+                optimizer.register_load_state_dict_pre_hook(partial(_with_saved_chains, renamed))
+            )
+            hooks.append(
+                optimizer.register_load_state_dict_pre_hook(
+                    partial(_with_rates_of_code, changed_rates)
+                )
+            )
         try:
             base.load_state_dict(renamed)
         finally:
@@ -163,7 +176,9 @@ _BY_ROLE = ("adamw_lr", "adamw_weight_decay")
 """The arguments of `Muon` that may be a dict with a number for each role."""
 
 
-def _options_of_parts(options: Mapping[str, Any], model_parts: Sequence[nn.Module]) -> list[dict[str, Any]]:
+def _options_of_parts(
+    options: Mapping[str, Any], model_parts: Sequence[nn.Module]
+) -> list[dict[str, Any]]:
     """Return the arguments of `Muon` for each model part, without numbers for roles that only other parts have.
 
     The last stage of a pipeline has no embedding: there, ``{"embedding": 0.3, "head": 0.02}`` becomes ``{"head":
@@ -203,11 +218,15 @@ def _on_any_rank(roles: set[str]) -> set[str]:
     if not dist.is_initialized():
         return roles
     all_ranks: Any = dist.group.WORLD
-    roles_of_ranks: list[set[str]] = all_objects(roles, all_ranks, "a comparison of the roles of model parts")
+    roles_of_ranks: list[set[str]] = all_objects(
+        roles, all_ranks, "a comparison of the roles of model parts"
+    )
     return roles.union(*roles_of_ranks)
 
 
-def _with_saved_chains(flat: dict[str, Any], optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _with_saved_chains(
+    flat: dict[str, Any], optimizer: Any, state_dict: dict[str, Any]
+) -> dict[str, Any]:
     """Return the state dict that torchtitan loads into an optimizer, with the saved chains of its parameters.
 
     torchtitan takes the keys of the optimizer's groups from its flat state dict. The record of chains is in state dicts
@@ -219,12 +238,16 @@ def _with_saved_chains(flat: dict[str, Any], optimizer: Any, state_dict: dict[st
     groups: list[dict[str, Any]] = []
     for group, live_group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
         # The chains of its parameters only: they may be of several saved groups, if the model was divided otherwise.
-        chain_in_group = {name: chain_of[name] for name in live_group["param_names"] if name in chain_of}
+        chain_in_group = {
+            name: chain_of[name] for name in live_group["param_names"] if name in chain_of
+        }
         groups.append({**group, CHAINS: record_of(chain_in_group)})
     return {**state_dict, "param_groups": groups}
 
 
-def _with_rates_of_code(changed_rates: list[str], optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _with_rates_of_code(
+    changed_rates: list[str], optimizer: Any, state_dict: dict[str, Any]
+) -> dict[str, Any]:
     """Return the state dict that torchtitan loads into an optimizer, with rates that are scaled to the code's rates.
 
     A scheduler of torchtitan sets rates from the code's, but only from the second step on. If a group has the rate 0.2
@@ -240,7 +263,9 @@ def _with_rates_of_code(changed_rates: list[str], optimizer: Any, state_dict: di
             groups.append(group)
             continue
         groups.append({**group, "lr": group["lr"] / saved_rate * rate, "initial_lr": rate})
-        changed_rates.append(f"group {live_group['label']!r}, lr: {saved_rate!r} in the file, {rate!r} in the code")
+        changed_rates.append(
+            f"group {live_group['label']!r}, lr: {saved_rate!r} in the file, {rate!r} in the code"
+        )
     return {**state_dict, "param_groups": groups}
 
 
@@ -253,7 +278,9 @@ def _saved_chains(flat: dict[str, Any], optimizer: Any) -> dict[str, SavedChain]
     """
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     chain_of: dict[str, SavedChain] = {}
-    for name, plain_name in unwrapped(names).items():  # without the components of wrappers, such as "_orig_mod"
+    for name, plain_name in unwrapped(
+        names
+    ).items():  # without the components of wrappers, such as "_orig_mod"
         chains_of_group = flat.get(f"param_groups.{name}.{CHAINS}")
         if chains_of_group:
             chain_of[name] = ChainRecord.from_text(chains_of_group).chain_of(plain_name)

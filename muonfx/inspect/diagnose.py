@@ -115,7 +115,9 @@ class Diagnosis(Shown):
         Parameters with the same name in all layers have one row, "blocks.*.up (12)", and their rows below it. The lines
         after the table explain its columns.
         """
-        rows_of_role: dict[str, list[ParameterDiagnosis]] = {}  # by the name with "*" for numbers: "blocks.*.up"
+        rows_of_role: dict[
+            str, list[ParameterDiagnosis]
+        ] = {}  # by the name with "*" for numbers: "blocks.*.up"
         for row in self.rows:
             rows_of_role.setdefault(row.role, []).append(row)
         table_rows = [_row_of_role(role, rows) for role, rows in rows_of_role.items()]
@@ -195,7 +197,9 @@ def _cells_of_spectra(spectra: Sequence[Spectrum]) -> list[str]:
     ]
 
 
-def diagnose(what: TransformOptimizer | tuple[Transform, PyTree, PyTree, PyTree], **extras: Any) -> Diagnosis:
+def diagnose(
+    what: TransformOptimizer | tuple[Transform, PyTree, PyTree, PyTree], **extras: Any
+) -> Diagnosis:
     """Measure the next update of each parameter: its size, its orthogonality, and the Newton-Schulz steps it needs.
 
     Call it after ``backward()`` and before ``step()``. It computes one update, which is dropped: parameters, gradients
@@ -228,7 +232,9 @@ def diagnose(what: TransformOptimizer | tuple[Transform, PyTree, PyTree, PyTree]
         _require_whole_trees(what)
         tx, state, params, grads = what
     if all(grad is None for grad in tree.leaves(grads)):
-        raise ValueError("diagnose: found no gradient, expected at least one: call it after backward(), before step()")
+        raise ValueError(
+            "diagnose: found no gradient, expected at least one: call it after backward(), before step()"
+        )
     params = tree.map(lambda leaf: leaf.detach(), params)
     measurements = _Measurements()
     with warnings.catch_warnings(), torch.no_grad():
@@ -254,7 +260,9 @@ def _nonfinite_leaves(grads: PyTree) -> tuple[str, ...]:
     return tuple([name for name, grad in _present(grads) if not _is_finite(grad)])
 
 
-def _rows(params: PyTree, updates: PyTree, measurements: _Measurements) -> tuple[ParameterDiagnosis, ...]:
+def _rows(
+    params: PyTree, updates: PyTree, measurements: _Measurements
+) -> tuple[ParameterDiagnosis, ...]:
     """Return a row for each parameter that has an update: its sizes, and its spectrum if it is orthogonalized.
 
     ``measurements`` has the values that were measured by name while the chain computed the updates.
@@ -288,7 +296,9 @@ class _Measurements:
         for name, update in _present(updates):
             self.per_rate[name] = _rms(update)
 
-    def measure_orthogonalized(self, tx: Transform, updates: PyTree, orthogonalized: PyTree) -> None:
+    def measure_orthogonalized(
+        self, tx: Transform, updates: PyTree, orthogonalized: PyTree
+    ) -> None:
         """Measure the singular values before and after the `orthogonalize` ``tx``."""
         self.has_orthogonalized = True  # also if no parameter has an update
         result_of = dict(tree.named_leaves(orthogonalized))
@@ -311,7 +321,9 @@ def _require_whole_trees(argument: Any) -> None:
 
     The trees of a sharded transform have shards only, and singular values need whole matrices.
     """
-    is_tuple = isinstance(argument, tuple) and len(argument) == 4 and isinstance(argument[0], Transform)
+    is_tuple = (
+        isinstance(argument, tuple) and len(argument) == 4 and isinstance(argument[0], Transform)
+    )
     if is_tuple and not isinstance(argument[0], Sharded):
         return
     # A sharded transform is a mistake of its own; all other arguments are named by their type.
@@ -442,7 +454,9 @@ def _normalized(x: Tensor, coefficients: polar.Coefficients) -> Tensor:
 
 def _singular_values(x: Tensor) -> Tensor:
     """Return singular values (b, n) of float64 matrices (b, n, m), ascending; accurate to 1e-8 of the largest."""
-    return torch.linalg.eigvalsh(x @ x.mT).clamp(min=0).sqrt().cpu()  # cheaper than an SVD of long matrices
+    return (
+        torch.linalg.eigvalsh(x @ x.mT).clamp(min=0).sqrt().cpu()
+    )  # cheaper than an SVD of long matrices
 
 
 def _is_finite(values: Tensor) -> bool:
@@ -450,4 +464,6 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def _rms(values: Tensor) -> float:
-    return (torch.linalg.vector_norm(values, dtype=torch.float64) / math.sqrt(values.numel())).item()
+    return (
+        torch.linalg.vector_norm(values, dtype=torch.float64) / math.sqrt(values.numel())
+    ).item()

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.internal.display import Report, Row, Shown, Table, format_bytes, format_count, format_shape
+from muonfx.internal.display import (
+    Report,
+    Row,
+    Shown,
+    Table,
+    format_bytes,
+    format_count,
+    format_shape,
+)
 from muonfx.internal.wrappers import unwrapped_optimizer
 from muonfx.optimizer import TransformOptimizer
 from muonfx.sharding.layout import Layout
@@ -99,7 +107,9 @@ class Summary(Shown):
         titles_of_bytes = ["bytes"] if self.ranks is None else ["this rank", "all ranks"]
         titles = [*text_titles, *titles_of_bytes]
         columns_of_bytes = range(len(text_titles), len(titles))  # aligned at the right
-        table = Table(titles, self._rows(self.leaves, 0), right=columns_of_bytes, footers=self._footers())
+        table = Table(
+            titles, self._rows(self.leaves, 0), right=columns_of_bytes, footers=self._footers()
+        )
         if self.params_nbytes:
             return Report((table, self._compared(self.params_nbytes)))
         return Report((table,))
@@ -108,7 +118,9 @@ class Summary(Shown):
     def _text_titles(self) -> list[str]:
         """The titles of the columns between the path and the bytes: "shape", "dtype", and others if they are needed."""
         titles = ["shape", "dtype"]
-        if any(leaf.device not in ("", "meta", "cpu") for leaf in self.leaves):  # a leaf is on an accelerator
+        if any(
+            leaf.device not in ("", "meta", "cpu") for leaf in self.leaves
+        ):  # a leaf is on an accelerator
             titles.append("device")
         if self.ranks is not None:  # the leaves are sharded over ranks
             titles.append("owner")
@@ -134,7 +146,9 @@ class Summary(Shown):
         """
         path = leaves[0].path
         if len(leaves) == 1:
-            title = ".".join(path[depth:]) or "-"  # a tree that is a single tensor has an empty path
+            title = (
+                ".".join(path[depth:]) or "-"
+            )  # a tree that is a single tensor has an empty path
             return self._sum_row(title, leaves, _texts(leaves[0]))
         # The title has all entries that the paths share, "adam" and "mu". The loop ends, since no two paths are equal.
         end = depth + 1
@@ -145,18 +159,30 @@ class Summary(Shown):
 
     def _footers(self) -> list[Row]:
         """Return the last rows of the table: the total of all tensors, and of each dtype if there are several."""
-        tensors = [leaf for leaf in self.leaves if leaf.shape is not None]  # others are None, or no tensors
+        tensors = [
+            leaf for leaf in self.leaves if leaf.shape is not None
+        ]  # others are None, or no tensors
         tensors_of_dtype: dict[str, list[LeafSummary]] = {}
         for leaf in tensors:
             tensors_of_dtype.setdefault(leaf.dtype, []).append(leaf)
-        footers = [self._sum_row(f"total of {format_count(len(tensors), 'tensor', 'tensors')}", tensors)]
+        footers = [
+            self._sum_row(f"total of {format_count(len(tensors), 'tensor', 'tensors')}", tensors)
+        ]
         if len(tensors_of_dtype) > 1:  # with one dtype, its total would repeat the first row
             for dtype, group in tensors_of_dtype.items():
-                footers.append(self._sum_row(format_count(len(group), "tensor", "tensors"), group, {"dtype": dtype}))
+                footers.append(
+                    self._sum_row(
+                        format_count(len(group), "tensor", "tensors"), group, {"dtype": dtype}
+                    )
+                )
         return footers
 
     def _sum_row(
-        self, title: str, leaves: Sequence[LeafSummary], texts: Mapping[str, str] = {}, children: Sequence[Row] = ()
+        self,
+        title: str,
+        leaves: Sequence[LeafSummary],
+        texts: Mapping[str, str] = {},
+        children: Sequence[Row] = (),
     ) -> Row:
         """Return a row of the table with the bytes of one or more leaves together.
 
@@ -196,7 +222,12 @@ class Summary(Shown):
 def _texts(leaf: LeafSummary) -> dict[str, str]:
     """Return the cells of a leaf by the title of the column."""
     shape = "-" if leaf.shape is None else format_shape(leaf.shape)
-    return {"shape": shape, "dtype": leaf.dtype, "device": leaf.device or "-", "owner": leaf.owner or "-"}
+    return {
+        "shape": shape,
+        "dtype": leaf.dtype,
+        "device": leaf.device or "-",
+        "owner": leaf.owner or "-",
+    }
 
 
 def summary(what: PyTree, params: PyTree = None) -> Summary:
@@ -239,7 +270,9 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
     if isinstance(what, torch.optim.Optimizer):
         what = unwrapped_optimizer(what)
     if isinstance(what, TransformOptimizer):
-        return _summarize(what.transform, what.transform_state, params=_params_of(what), local_params=None)
+        return _summarize(
+            what.transform, what.transform_state, params=_params_of(what), local_params=None
+        )
     params = _without_module(params)
     if isinstance(what, Transform):
         return _summarize(what, _state_on_meta(what, params), params=params, local_params=params)
@@ -288,7 +321,9 @@ def _require_tensors(values: PyTree) -> None:
     A tree without any leaf, such as ``{}``, is the state of a transform without state, and is accepted.
     """
     if type(values) is tuple and len(values) == 2 and isinstance(values[1], Transform):
-        raise TypeError("summary: found a pair (state, transform), expected (transform, state): swap the two")
+        raise TypeError(
+            "summary: found a pair (state, transform), expected (transform, state): swap the two"
+        )
     leaves = [leaf for leaf in tree.leaves(values) if leaf is not None]
     has_only_other_leaves = bool(leaves) and not any(map(_is_tensor, leaves))
     if values is None or has_only_other_leaves:
@@ -374,17 +409,23 @@ def _summary_over_ranks(tx: Sharded, state: PyTree, local_params: PyTree) -> Sum
     # the first use, it also has meta tensors like the parameters, which take their place.
     binding, inner_tx, bound_params = binding_of(tx, local_params)
     layout = binding.layout
-    placements = describe_state(binding, inner_tx, bound_params)  # for each tensor of the state, the ranks that hold it
+    placements = describe_state(
+        binding, inner_tx, bound_params
+    )  # for each tensor of the state, the ranks that hold it
     shards = local_state(binding, inner_tx, bound_params, state)
     binding.check_state(inner_tx, local_tree(bound_params), shards, with_dtypes=False)
     summaries: list[LeafSummary] = []
-    for path, placement, leaf in zip(tree.paths(shards), placements, tree.leaves(shards), strict=True):
+    for path, placement, leaf in zip(
+        tree.paths(shards), placements, tree.leaves(shards), strict=True
+    ):
         summaries.append(_sharded_leaf(layout, path, placement, leaf))
     params_nbytes = sum(spec.nbytes for spec in layout.specs.values())
     return Summary(tuple(summaries), layout.size, params_nbytes)
 
 
-def _sharded_leaf(layout: Layout, path: Sequence[object], placement: LeafPlacement | None, leaf: object) -> LeafSummary:
+def _sharded_leaf(
+    layout: Layout, path: Sequence[object], placement: LeafPlacement | None, leaf: object
+) -> LeafSummary:
     """Return the `LeafSummary` of a leaf of a sharded state, with its bytes on all ranks and its owners.
 
     The owners are the ranks that hold it, such as "rank 3" or "cut over ranks 0, 1".
@@ -410,7 +451,9 @@ def _sharded_leaf(layout: Layout, path: Sequence[object], placement: LeafPlaceme
     total_nbytes = elements * placement.dtype.itemsize
     # This rank's shard may be None, which has no dtype: the placement has it.
     summary_of_shard = _leaf_of(path, tuple(placement.shape), leaf)
-    return replace(summary_of_shard, dtype=_written(placement.dtype), total_nbytes=total_nbytes, owner=owner)
+    return replace(
+        summary_of_shard, dtype=_written(placement.dtype), total_nbytes=total_nbytes, owner=owner
+    )
 
 
 class _Part(NamedTuple):
@@ -430,12 +473,18 @@ def _parts_of(placement: LeafPlacement, layout: Layout) -> list[_Part]:
     if placement.name is None:  # it belongs to no parameter, such as a count
         return [_Part(prod(placement.shape), every_rank)]
     if not placement.owned:  # sharded like its parameter
-        return [_Part(shard.numel, ranks) for shard, ranks in layout.holders(placement.name).items()]
+        return [
+            _Part(shard.numel, ranks) for shard, ranks in layout.holders(placement.name).items()
+        ]
     # The owner of a matrix, the rank that computes its update, holds its state.
     parts: list[_Part] = []
     for shard in placement.shards:
-        start, stop = interval_of(placement, shard)  # the elements of these matrices in the flattened leaf
-        owners = every_rank if shard.owner is None else [shard.owner]  # without an owner, every rank computes them
+        start, stop = interval_of(
+            placement, shard
+        )  # the elements of these matrices in the flattened leaf
+        owners = (
+            every_rank if shard.owner is None else [shard.owner]
+        )  # without an owner, every rank computes them
         parts.append(_Part(stop - start, owners))
     return parts
 

@@ -26,7 +26,12 @@ from muonfx._other_libraries import ADVICE_ON_ARGUMENTS, ARGUMENTS_HERE, ARGUMEN
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PLAIN = {"bool": "True or False", "int": "an int", "float": "a number or a 0-d tensor", "str": "a string"}
+_PLAIN = {
+    "bool": "True or False",
+    "int": "an int",
+    "float": "a number or a 0-d tensor",
+    "str": "a string",
+}
 _LONGEST_REPR = 60
 _SHOWN = {"NoneType": "None", "dtype": "torch.dtype", "device": "torch.device"}
 
@@ -55,7 +60,9 @@ def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset
     for member in members:
         if get_origin(member) is Literal:
             choices = get_args(member)
-            type_names.update(map(repr, choices))  # strings in quotes, which names of types do not have
+            type_names.update(
+                map(repr, choices)
+            )  # strings in quotes, which names of types do not have
             has_plain_type |= str in map(type, choices)
         else:
             name = getattr(member, "__name__", str(member))
@@ -89,7 +96,9 @@ def check_plain(owner: str, name: str, value: object, type_names: frozenset[str]
 def _wrong_type(argument: str, value: object, type_names: frozenset[str]) -> TypeError | ValueError:
     """Return the error for an argument of a type that is not allowed, or for a string that is none of the choices."""
     words = _words_for(type_names)
-    message = f"{argument} must be {words}, found {short_repr(value)}{_advice_for(value, type_names)}"
+    message = (
+        f"{argument} must be {words}, found {short_repr(value)}{_advice_for(value, type_names)}"
+    )
     if isinstance(value, str) and any(map(_is_literal, type_names)):  # the type is right
         return ValueError(message)
     return TypeError(message)
@@ -166,7 +175,9 @@ def _advice_for(value: Any, type_names: frozenset[str]) -> str:
             advice = advice_for_text(value)
         return advice
     # A factory is a function that returns a schedule or a dtype. It was passed without a call.
-    if _is_factory(value) and not type_names.isdisjoint({"float", "QuantizedDtype"}):  # such as int8 without ()
+    if _is_factory(value) and not type_names.isdisjoint(
+        {"float", "QuantizedDtype"}
+    ):  # such as int8 without ()
         return f": call it, as in {value.__name__}()"
     if "float" in type_names:
         return _advice_for_number(value)
@@ -190,7 +201,9 @@ def advice_for_text(value: object) -> str:
 
 def _is_factory(value: Any) -> bool:
     """Return True for a function such as `muonfx.int8` or `muonfx.linear_schedule`, which returns a recorded value."""
-    return hasattr(value, "definition")  # the decorator is defined in a module that imports this one
+    return hasattr(
+        value, "definition"
+    )  # the decorator is defined in a module that imports this one
 
 
 def _advice_for_number(value: Any) -> str:
@@ -212,7 +225,8 @@ def _advice_for_number(value: Any) -> str:
         return ": it is a transform; for an optimizer, muonfx.TransformOptimizer(model, transform)"
     if hasattr(value, "factory"):  # a schedule
         return (
-            ": it accepts no schedule; use a torch scheduler, or a chain with the schedule in muonfx.TransformOptimizer"
+            ": it accepts no schedule; use a torch scheduler, "
+            "or a chain with the schedule in muonfx.TransformOptimizer"
         )
     if callable(value) and not isinstance(value, type):
         return ": if it is a function f of the step, pass muonfx.schedule(lambda: f)(), or use a torch scheduler"
@@ -227,14 +241,20 @@ def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
 
     >>> _is_one_of(1, frozenset({"float"})), _is_one_of(True, frozenset({"float"}))
     (True, False)
-    >>> _is_one_of("auto", frozenset({"'auto'", "None"})), _is_one_of("none", frozenset({"'auto'", "None"}))
+    >>> (
+    ...     _is_one_of("auto", frozenset({"'auto'", "None"})),
+    ...     _is_one_of("none", frozenset({"'auto'", "None"})),
+    ... )
     (True, False)
     """
     if isinstance(value, str):  # any string, or only certain ones, whose names have quotes
         return "str" in type_names or repr(value) in type_names
     if isinstance(value, Tensor) and "float" in type_names:
         return is_real_number(value)
-    for kind, accepting_names in _ACCEPTED_AS:  # such as int, which is accepted as "int" and "float"
+    for (
+        kind,
+        accepting_names,
+    ) in _ACCEPTED_AS:  # such as int, which is accepted as "int" and "float"
         if isinstance(value, kind):
             return not type_names.isdisjoint(accepting_names)
     if is_symbolic(value):  # in place of a number, while a compiler traces
@@ -257,7 +277,11 @@ _ACCEPTED_AS = (
 
 
 def _is_other_type(type_name: str) -> bool:
-    return type_name not in _PLAIN and type_name not in ("None", "Tensor") and not _is_literal(type_name)
+    return (
+        type_name not in _PLAIN
+        and type_name not in ("None", "Tensor")
+        and not _is_literal(type_name)
+    )
 
 
 def is_real_number(value: object) -> bool:
@@ -265,7 +289,12 @@ def is_real_number(value: object) -> bool:
 
     >>> is_real_number(1), is_real_number(torch.tensor(0.1))
     (True, True)
-    >>> is_real_number(True), is_real_number(torch.tensor(True)), is_real_number(1j), is_real_number("1e-3")
+    >>> (
+    ...     is_real_number(True),
+    ...     is_real_number(torch.tensor(True)),
+    ...     is_real_number(1j),
+    ...     is_real_number("1e-3"),
+    ... )
     (False, False, False, False)
     """
     if isinstance(value, Tensor):
@@ -283,7 +312,9 @@ def float_of(name: str, number: Any) -> float:
     try:
         return float(number)
     except OverflowError:
-        raise ValueError(f"{name} must be finite, found a number beyond {sys.float_info.max:.2g} in size") from None
+        raise ValueError(
+            f"{name} must be finite, found a number beyond {sys.float_info.max:.2g} in size"
+        ) from None
 
 
 def is_symbolic(value: object) -> bool:
@@ -297,7 +328,9 @@ def is_symbolic(value: object) -> bool:
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return True
     # Tracers have further classes, and torch has no common base class for them.
-    return type(value).__module__.startswith(("torch.fx", "torch.utils._", "torch.export", "torch._"))
+    return type(value).__module__.startswith(
+        ("torch.fx", "torch.utils._", "torch.export", "torch._")
+    )
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
@@ -324,7 +357,9 @@ def close_names(wrong: str, names: Iterable[str], level: str = ".") -> list[str]
     name_with_part: dict[str, str] = {}  # "attn.q": "blocks.0.attn.q"
     for name in names:
         components = name.lower().split(level)
-        last_start = max(0, len(components) - length)  # a name of fewer components is compared as a whole
+        last_start = max(
+            0, len(components) - length
+        )  # a name of fewer components is compared as a whole
         for start in range(last_start + 1):
             part = level.join(components[start : start + length])
             name_with_part.setdefault(part, name)
@@ -399,7 +434,9 @@ def bind(
 
 def _unknown_name(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, object]) -> str:
     """Return "there is no argument 'facter' (did you mean 'factor'?)" if a call has a wrong name; else ""."""
-    takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_any_name = any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     if takes_any_name:
         return ""
     unused = [name for name in parameters if name not in kwargs]  # one of these may have been meant
@@ -522,7 +559,9 @@ def accepted_types_of(
     """
     # Annotations in quotes are evaluated in the module that defines the function or class.
     inner = inspect.unwrap(function)
-    names = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])  # a class has no globals
+    names = getattr(inner, "__globals__", None) or vars(
+        sys.modules[inner.__module__]
+    )  # a class has no globals
     types_of_parameter: dict[str, frozenset[str]] = {}
     for name, parameter in parameters.items():
         types_of_parameter[name] = frozenset()  # nothing is checked

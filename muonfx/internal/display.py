@@ -52,7 +52,14 @@ class Table:
     def to_text(self, depth: int | None = None) -> str:
         """Return the table as plain text; ``depth`` limits the levels of child rows that are shown (None: all).
 
-        >>> print(Table(("name", "size"), [("w", "12"), ("b", "3")], right=[1], footers=[Row(("all", "15"))]).to_text())
+        >>> print(
+        ...     Table(
+        ...         ("name", "size"),
+        ...         [("w", "12"), ("b", "3")],
+        ...         right=[1],
+        ...         footers=[Row(("all", "15"))],
+        ...     ).to_text()
+        ... )
         name  size
         w       12
         b        3
@@ -62,7 +69,9 @@ class Table:
         head = list(map(printable, self.titles))
         body = _lines(self.rows, depth)
         foot = _lines(self.footers, depth)
-        columns = zip_longest(head, *body, *foot, fillvalue="")  # a row may have fewer cells than others
+        columns = zip_longest(
+            head, *body, *foot, fillvalue=""
+        )  # a row may have fewer cells than others
         aligned_columns = list(map(self._aligned, count(), columns))
         lines = ["  ".join(cells).rstrip() for cells in zip(*aligned_columns, strict=True)]
         if foot:  # below a line, after the head and the body

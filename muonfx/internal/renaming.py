@@ -66,7 +66,10 @@ def _rename_by_first_match(
 def _exactness(entry: tuple[str, str]) -> tuple[int, bool]:
     """Return a key that sorts entries: the most exact has most characters other than ``*``, then no ``*`` at all.
 
-    >>> _exactness(("layers/0/*", "")) > _exactness(("layers/*", "")), _exactness(("a", "")) > _exactness(("a*", ""))
+    >>> (
+    ...     _exactness(("layers/0/*", "")) > _exactness(("layers/*", "")),
+    ...     _exactness(("a", "")) > _exactness(("a*", "")),
+    ... )
     (True, True)
     """
     pattern, _ = entry

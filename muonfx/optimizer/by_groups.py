@@ -23,10 +23,14 @@ from muonfx.tree.members import parameters_of
 
 def _resolve(tx: Transform, params: PyTree) -> Transform:
     """Return `by_groups` with each version resolved for the parameters."""
-    return tx.replace(versions=tuple(version.resolve(params) for version in tx.arguments["versions"]))
+    return tx.replace(
+        versions=tuple(version.resolve(params) for version in tx.arguments["versions"])
+    )
 
 
-def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
+def _on_stacks(
+    tx: Transform, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Transform, dict[str, tuple[int, int]]]:
     """Return a `by_groups` for stacks of matrices, and the (rows, columns) of the matrices in each stack by name.
 
     For example, 12 matrices of shape (64, 64) are updated as one tensor of shape (12, 64, 64).
@@ -83,12 +87,16 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
             group_updates: Gradients = dict.fromkeys(updates)  # None for each parameter
             for name in names:
                 group_updates[name] = updates[name]
-            new_updates, new_state = version.run(group_updates, state, params, donate=donate, **extras)
+            new_updates, new_state = version.run(
+                group_updates, state, params, donate=donate, **extras
+            )
             # Keep the updates of the members.
             for name in names:
                 merged_updates[name] = new_updates[name]
             # Keep the state tensors that this version has changed.
-            for index, (new_leaf, old_leaf) in enumerate(zip(tree.leaves(new_state), old_leaves, strict=True)):
+            for index, (new_leaf, old_leaf) in enumerate(
+                zip(tree.leaves(new_state), old_leaves, strict=True)
+            ):
                 # The same object: a tensor of other parameters, which another version updates.
                 # Another object: a tensor of a member, or a leaf such as a step count, which all versions make equal.
                 if new_leaf is not old_leaf:
@@ -111,7 +119,12 @@ def common_numbers(groups: Iterable[GroupMembers]) -> tuple[dict[str, Number], s
 
     A number that differs has the value of the first group.
 
-    >>> common_numbers([GroupMembers(["a"], {"momentum.decay": 0.9}), GroupMembers(["b"], {"momentum.decay": 0.5})])
+    >>> common_numbers(
+    ...     [
+    ...         GroupMembers(["a"], {"momentum.decay": 0.9}),
+    ...         GroupMembers(["b"], {"momentum.decay": 0.5}),
+    ...     ]
+    ... )
     ({'momentum.decay': 0.9}, {'momentum.decay'})
     """
     common: dict[str, Number] = {}
@@ -136,7 +149,9 @@ def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers]) -> Tr
         groups: the parameter names and the current numbers of each group.
     """
     numbers, names_that_differ = common_numbers(groups)
-    tx = with_hyperparams(tx, numbers)  # the same object if no number has changed, as at construction
+    tx = with_hyperparams(
+        tx, numbers
+    )  # the same object if no number has changed, as at construction
     if not names_that_differ:  # usually: all groups have the same numbers
         return tx
     return _split_by_groups(tx, root, groups, names_that_differ)
@@ -159,7 +174,9 @@ def _split_by_groups(
     """
     # The numbers of `tx` itself. Numbers of a transform that it calls are in the record of that transform.
     names_of_tx = [name for name in visited.numbers.names if name in names_that_differ]
-    if names_of_tx and runs_once(visited):  # such as a norm of all parameters, which reads one value for all groups
+    if names_of_tx and runs_once(
+        visited
+    ):  # such as a norm of all parameters, which reads one value for all groups
         _require_tensors(visited, names_of_tx, groups)
     elif names_of_tx:  # such as momentum, which can run for the parameters of each group separately
         return _with_versions(tx, visited, groups)
@@ -236,7 +253,9 @@ def _keeps_a_number(visited: Visit) -> bool:
     an integer, and the same in all runs.
     """
     state = visited.tx.functions.init(visited.params)  # on meta tensors, so that it takes no memory
-    names = parameters_of(state, visited.params)  # of the parameter to which each leaf of the state belongs, or None
+    names = parameters_of(
+        state, visited.params
+    )  # of the parameter to which each leaf of the state belongs, or None
     for leaf, name in zip(tree.leaves(state), names, strict=True):
         if name is None and isinstance(leaf, Tensor) and leaf.is_floating_point():
             return True

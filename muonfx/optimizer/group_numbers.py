@@ -43,7 +43,9 @@ class Hyperparam(NamedTuple):
 
         >>> Hyperparam("lr", ("scale_by_learning_rate.learning_rate",)).numbers_in(0.1)
         (0.1,)
-        >>> Hyperparam("betas", ("scale_by_adam.b1", "scale_by_adam.b2"), is_tuple=True).numbers_in((0.9, 0.95))
+        >>> Hyperparam("betas", ("scale_by_adam.b1", "scale_by_adam.b2"), is_tuple=True).numbers_in(
+        ...     (0.9, 0.95)
+        ... )
         (0.9, 0.95)
         """
         is_sequence = isinstance(value, Sequence)
@@ -51,7 +53,9 @@ class Hyperparam(NamedTuple):
         # "betas" must be a pair, and "lr" a single number, not a tuple of one.
         if is_sequence != self.is_tuple or len(values) != len(self.names):
             expected = f"{len(self.names)} numbers" if self.is_tuple else "a number"
-            raise ValueError(f"{self.key!r} in a group must be {expected}, found {value!r}{advice_for_text(value)}")
+            raise ValueError(
+                f"{self.key!r} in a group must be {expected}, found {value!r}{advice_for_text(value)}"
+            )
         for number in values:
             if not is_real_number(number):
                 raise TypeError(
@@ -78,7 +82,9 @@ class GroupNumbers:
         former: the reader of the group so far, or None. Its last numbers count if the group has the same keys now.
     """
 
-    def __init__(self, hyperparams: Sequence[Hyperparam], former: GroupNumbers | None = None) -> None:
+    def __init__(
+        self, hyperparams: Sequence[Hyperparam], former: GroupNumbers | None = None
+    ) -> None:
         """Create the reader of a group with these keys. Without a former reader, it has read nothing yet.
 
         >>> betas = Hyperparam("betas", ("adam.b1", "adam.b2"), is_tuple=True)
@@ -90,7 +96,9 @@ class GroupNumbers:
         self.hyperparams = tuple(hyperparams)
         self.keys = tuple(dict.fromkeys([hyperparam.key for hyperparam in hyperparams]))
         """The keys of the group that hold hyperparameters, such as ("lr", "betas", "momentum")."""
-        self.mirrors = frozenset([hyperparam.key for hyperparam in hyperparams if hyperparam.is_mirror])
+        self.mirrors = frozenset(
+            [hyperparam.key for hyperparam in hyperparams if hyperparam.is_mirror]
+        )
         """The keys that repeat numbers of other keys, such as "momentum"."""
         names_of_keys = [name for hyperparam in hyperparams for name in hyperparam.names]
         self._has_common_numbers = len(set(names_of_keys)) < len(names_of_keys)
@@ -130,7 +138,10 @@ class GroupNumbers:
 
         >>> betas = Hyperparam("betas", ("adam.b1", "adam.b2"), is_tuple=True)
         >>> momentum = Hyperparam("momentum", ("adam.b1",), is_mirror=True)
-        >>> numbers, group = GroupNumbers([betas, momentum]), {"betas": (0.9, 0.95), "momentum": 0.9}
+        >>> numbers, group = (
+        ...     GroupNumbers([betas, momentum]),
+        ...     {"betas": (0.9, 0.95), "momentum": 0.9},
+        ... )
         >>> numbers.read(group)
         {'adam.b1': 0.9, 'adam.b2': 0.95}
         >>> numbers.parse({**group, "momentum": 0.8})  # a scheduler has written 0.8
@@ -159,7 +170,11 @@ class GroupNumbers:
         if equal(first, second):
             return
         # A checkpoint that stores each entry separately returns two copies of one tensor.
-        if isinstance(first, Tensor) and isinstance(second, Tensor) and first.tolist() == second.tolist():
+        if (
+            isinstance(first, Tensor)
+            and isinstance(second, Tensor)
+            and first.tolist() == second.tolist()
+        ):
             return
         keys = [repr(hyperparam.key) for hyperparam in self.hyperparams if name in hyperparam.names]
         raise ValueError(
@@ -228,7 +243,9 @@ class GroupNumbers:
         >>> betas = Hyperparam("betas", ("adam.b1", "adam.b2"), is_tuple=True)
         >>> momentum = Hyperparam("momentum", ("adam.b1",), is_mirror=True)
         >>> group = {"betas": (0.9, 0.95), "momentum": 0.8}  # a scheduler has written 0.8
-        >>> GroupNumbers([betas, momentum])._write_into_all_keys(group, {"adam.b1": 0.8, "adam.b2": 0.95})
+        >>> GroupNumbers([betas, momentum])._write_into_all_keys(
+        ...     group, {"adam.b1": 0.8, "adam.b2": 0.95}
+        ... )
         >>> group
         {'betas': (0.8, 0.95), 'momentum': 0.8}
         """
@@ -236,7 +253,9 @@ class GroupNumbers:
             key = hyperparam.key
             current = [numbers[name] for name in hyperparam.names]
             # Entries that are right stay the same objects, which `_is_unchanged` compares at the next step.
-            is_current = key in group and all(map(equal, hyperparam.numbers_in(group[key]), current))
+            is_current = key in group and all(
+                map(equal, hyperparam.numbers_in(group[key]), current)
+            )
             if not is_current:
                 group[key] = hyperparam.value_of(numbers)
 
@@ -353,7 +372,9 @@ def scalar(name: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
-        raise ValueError(f"{name} must be a number or a tensor of one element, found shape {tuple(value.shape)}")
+        raise ValueError(
+            f"{name} must be a number or a tensor of one element, found shape {tuple(value.shape)}"
+        )
     return value.reshape(()) if value.ndim else value
 
 
@@ -405,7 +426,11 @@ def with_python_numbers(value: Any) -> Any:
     """
     if type(value) in (tuple, list):
         return type(value)(map(with_python_numbers, value))
-    is_plain = type(value) in (bool, int, float)  # numpy's float64 is a subclass of float, and must be converted
+    is_plain = type(value) in (
+        bool,
+        int,
+        float,
+    )  # numpy's float64 is a subclass of float, and must be converted
     if is_plain or not isinstance(value, Real):
         return value
     if isinstance(value, Integral):
@@ -413,7 +438,9 @@ def with_python_numbers(value: Any) -> Any:
     return float(value)
 
 
-def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: Numbers, defaults: Numbers) -> None:
+def require_in_range(
+    tx: Transform, hyperparams: Iterable[Hyperparam], numbers: Numbers, defaults: Numbers
+) -> None:
     """Raise ValueError with the key of a number in a param group that is out of range, such as a negative "lr".
 
     A transform rejects such a number with the name of its own argument. To find the key, each number is put into it
@@ -440,9 +467,13 @@ def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: 
                 continue
             message = _message_of_transform(tx, {name: numbers[name]}, defaults)
             if message is not None:
-                key = f"{hyperparam.key}[{index}]" if hyperparam.is_tuple else hyperparam.key  # such as "betas[1]"
+                key = (
+                    f"{hyperparam.key}[{index}]" if hyperparam.is_tuple else hyperparam.key
+                )  # such as "betas[1]"
                 raise ValueError(_refusal(key, name, message)) from None  # also within a handler
-    raise ValueError(f"numbers in a group: {message_of_all}") from None  # no single number is the cause
+    raise ValueError(
+        f"numbers in a group: {message_of_all}"
+    ) from None  # no single number is the cause
 
 
 def _message_of_transform(tx: Transform, numbers: Numbers, defaults: Numbers) -> str | None:
@@ -457,7 +488,11 @@ def _message_of_transform(tx: Transform, numbers: Numbers, defaults: Numbers) ->
 def _refusal(key: str, name: str, message: str) -> str:
     """Return the message of a transform about the number ``name``, with the key of the group instead of the argument.
 
-    >>> _refusal("lr", "scale_by_learning_rate.learning_rate", "learning_rate must be at least 0, found -1.0")
+    >>> _refusal(
+    ...     "lr",
+    ...     "scale_by_learning_rate.learning_rate",
+    ...     "learning_rate must be at least 0, found -1.0",
+    ... )
     "'lr' in a group must be at least 0, found -1.0"
     """
     argument = name.rpartition(".")[2]  # "learning_rate", with which messages of transforms begin

@@ -88,7 +88,11 @@ class InitialState:
 
 
 def with_new_leaves(
-    record: InitialState | None, new_paths: Set[Path], params: NamedTensors, state: PyTree, former_state: PyTree
+    record: InitialState | None,
+    new_paths: Set[Path],
+    params: NamedTensors,
+    state: PyTree,
+    former_state: PyTree,
 ) -> InitialState | None:
     """Return the record of initial values after some leaves of a state were initialized, such as an added parameter's.
 

@@ -37,7 +37,9 @@ def apart_from(tensors: Iterable[object], loads: Iterable[Load]) -> list[Load]:
     addresses = {_address(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
     separate: list[Load] = []
     for load in loads:
-        if _address(load.value) in addresses:  # its values could be overwritten before they are copied
+        if (
+            _address(load.value) in addresses
+        ):  # its values could be overwritten before they are copied
             load = load._replace(value=load.value.clone())
         separate.append(load)
     return separate
@@ -109,7 +111,10 @@ def _in_flat_shard(leaf: FlatShardTensor, value: Any) -> Tensor | None:
     if is_whole(value):
         return value.reshape(-1)[shard.start : shard.stop]
     # An interval, too: it fits only if it has the same ends.
-    if isinstance(value, FlatShardTensor) and (value.shard.start, value.shard.stop) == (shard.start, shard.stop):
+    if isinstance(value, FlatShardTensor) and (value.shard.start, value.shard.stop) == (
+        shard.start,
+        shard.stop,
+    ):
         return value.shard.data
     return None
 
@@ -136,7 +141,9 @@ def _sharded_like(leaf: DTensor, value: Tensor) -> DTensor:
     from torch.distributed.tensor import distribute_tensor
 
     # src_data_rank=None: each rank cuts its shard out of its own copy, without communication.
-    return distribute_tensor(value.to(leaf.device), leaf.device_mesh, leaf.placements, src_data_rank=None)
+    return distribute_tensor(
+        value.to(leaf.device), leaf.device_mesh, leaf.placements, src_data_rank=None
+    )
 
 
 def _placement_text(value: Any) -> str:
@@ -154,12 +161,16 @@ def require_same_position(value: DTensor, mesh: DeviceMesh) -> None:
     The mesh (the ranks of a DTensor) in the file keeps the coordinates of the rank that saved it. They are compared
     with the coordinates of this process in ``mesh``.
     """
-    saved_position = value.device_mesh.get_coordinate()  # such as [0, 1]; None for a rank that is not in the mesh
+    saved_position = (
+        value.device_mesh.get_coordinate()
+    )  # such as [0, 1]; None for a rank that is not in the mesh
     position = mesh.get_coordinate()
     has_same_shard = saved_position == position
     if saved_position and position:
         # Compare sharded dims only: if the first of two dims is replicated, ranks [0, 1] and [1, 1] have one shard.
-        sharded_dims = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
+        sharded_dims = [
+            dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()
+        ]
         has_same_shard = all(saved_position[dim] == position[dim] for dim in sharded_dims)
     if not has_same_shard:
         raise Misfit(

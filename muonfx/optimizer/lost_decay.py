@@ -65,7 +65,9 @@ class RoundingCheck:
         self._checked = set[str]()
         """The names of the parameters in bfloat16 or float16 that `check` has checked."""
 
-    def check(self, stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> None:
+    def check(
+        self, stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors
+    ) -> None:
         """Check the parameters in bfloat16 or float16 that no earlier call has checked, and warn of lost updates.
 
         Args:
@@ -108,7 +110,9 @@ def _without_master_copies(params: NamedTensors, stepping: Stepping) -> NamedTen
     return without_copies
 
 
-def _lost_decays(stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> dict[str, float]:
+def _lost_decays(
+    stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors
+) -> dict[str, float]:
     """Return the parameters in which weight decay is rounded away, each with its relative change by a step.
 
     A step multiplies a parameter by ``1 - lr * weight_decay``. With lr 0.001 and weight_decay 0.1, this is 0.9999. In
@@ -136,13 +140,17 @@ def _lost_decays(stepping: Stepping, groups: Sequence[TrackedGroup], params: Nam
     return lost_changes
 
 
-def _lost_updates(stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> dict[str, float]:
+def _lost_updates(
+    stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors
+) -> dict[str, float]:
     """Return the parameters of which rounding removes most of each update, with the relative size of the update.
 
     For example, Muon with lr 2e-5 has updates with a root mean square (rms) of 4e-6. Where the weights have an rms of
     0.02, the result is ``{"weight": 0.0002}``: in bfloat16, most elements keep their values.
     """
-    size_of = _update_sizes(stepping, params)  # the rms of updates at the rate 1; without those that are unknown
+    size_of = _update_sizes(
+        stepping, params
+    )  # the rms of updates at the rate 1; without those that are unknown
     lost_updates: dict[str, float] = {}
     for tracked in groups:
         names = [name for name in tracked.names if name in size_of]
@@ -166,8 +174,12 @@ def _update_sizes(stepping: Stepping, params: NamedTensors) -> dict[str, float]:
     most about this size, and usually less.
     """
     size_of: dict[str, float] = {}
-    unknown: set[str] = set()  # the names of parameters that a transform of another kind updates, too
-    for visited in stepping.visits:  # each transform with the names of its parameters, in the order of the chain
+    unknown: set[str] = (
+        set()
+    )  # the names of parameters that a transform of another kind updates, too
+    for visited in (
+        stepping.visits
+    ):  # each transform with the names of its parameters, in the order of the chain
         names = [name for name in visited.param_names if name in params]
         if visited.tx.factory not in _SIZES_KNOWN:
             unknown.update(names)
@@ -185,7 +197,10 @@ def _size_after(tx: Transform, name: str, param: Tensor, size: float | None) -> 
     ``size`` is the rms before the transform, or None. ``tx`` is one of `_SIZES_KNOWN`.
 
     >>> weight = torch.ones(4, 16)
-    >>> _size_after(scale_by_adam(), "weight", weight, None), _size_after(orthogonalize(), "weight", weight, None)
+    >>> (
+    ...     _size_after(scale_by_adam(), "weight", weight, None),
+    ...     _size_after(orthogonalize(), "weight", weight, None),
+    ... )
     (1.0, 0.25)
     """
     if tx.factory is scale_by_adam:
@@ -194,7 +209,9 @@ def _size_after(tx: Transform, name: str, param: Tensor, size: float | None) -> 
     if tx.factory is orthogonalize and is_matrix:
         # The rms of an orthogonal matrix. If the parameter has several matrices, they are smaller.
         return 1.0 / max(param.shape[-2:]) ** 0.5
-    if tx.factory is scale_each and size is not None:  # `scale_by_shape`, with a factor for each parameter
+    if (
+        tx.factory is scale_each and size is not None
+    ):  # `scale_by_shape`, with a factor for each parameter
         factor_of: Mapping[str, float] = tx.arguments["factors"]
         return size * factor_of.get(name, 1.0)
     return size  # the others do not change it
@@ -250,16 +267,23 @@ def _largest_rate(tx: Transform, tracked: TrackedGroup) -> float:
     if "lr" in tracked.numbers.keys:  # the rate is a number in the group, not a schedule
         first_rate = tracked.numbers.requested_entries.get("lr", 0.0)
         largest = 0.0
-        for rate in (tracked.group["lr"], first_rate):  # a scheduler may have begun a warmup at a low rate
+        for rate in (
+            tracked.group["lr"],
+            first_rate,
+        ):  # a scheduler may have begun a warmup at a low rate
             is_without_value = isinstance(rate, Tensor) and rate.is_meta
             if not is_without_value:
                 largest = max(largest, float(rate))
         return largest
     schedules = schedules_in(tx)  # by dotted name
     largest = 0.0
-    for name in schedules_of(tx, tracked):  # of this group, such as "scale_by_learning_rate.learning_rate"
+    for name in schedules_of(
+        tx, tracked
+    ):  # of this group, such as "scale_by_learning_rate.learning_rate"
         argument = name.split(".")[-1]
-        if argument != "learning_rate":  # a schedule of another number, such as the decay of a momentum
+        if (
+            argument != "learning_rate"
+        ):  # a schedule of another number, such as the decay of a momentum
             continue
         rate_at = schedules[name]
         for count in _COUNTS:

@@ -17,7 +17,12 @@ from muonfx.internal.arguments import bind, plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.group_numbers import scalar
-from muonfx.optimizer.named_parameters import NamedParameters, NamedTensors, named_pairs, resolve_groups
+from muonfx.optimizer.named_parameters import (
+    NamedParameters,
+    NamedTensors,
+    named_pairs,
+    resolve_groups,
+)
 from muonfx.optimizer.transform_optimizer import TransformOptimizer
 from muonfx.recipes import (
     check_decay,
@@ -77,7 +82,9 @@ class Muon(TransformOptimizer):
         bucket_bytes: the approximate bytes of parameters that are updated at a time, as in `TransformOptimizer`.
 
     Example:
-        >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8)
+        ... )
         >>> optimizer = Muon(model, lr=0.001, adamw_lr=0.004, weight_decay=0.1)
         >>> scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
         >>> model(torch.arange(8)).square().sum().backward()
@@ -126,11 +133,18 @@ class Muon(TransformOptimizer):
         # 2. The optimizer that applies it. A model without AdamW's parameters is no mistake.
         with _without_warning(_UNUSED_LABEL):
             super().__init__(
-                params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes, layout=layout, model=model
+                params,
+                tx,
+                donate_grads=donate_grads,
+                bucket_bytes=bucket_bytes,
+                layout=layout,
+                model=model,
             )
 
     @staticmethod
-    def transform_for(params: nn.Module | Mapping[str, Tensor], lr: Scalar = 2e-3, **options: Any) -> Transform:
+    def transform_for(
+        params: nn.Module | Mapping[str, Tensor], lr: Scalar = 2e-3, **options: Any
+    ) -> Transform:
         """Return the transform that ``Muon(params, lr, **options)`` would use, without creating the optimizer.
 
         Use it with ``init`` and ``update``, or to read its labels.
@@ -140,10 +154,14 @@ class Muon(TransformOptimizer):
             lr: the learning rate of Muon.
             **options: the arguments of `Muon` except ``layout``, ``donate_grads`` and ``bucket_bytes``.
 
-        >>> Muon.transform_for(torch.nn.Linear(4, 4), 0.01, labels={"weight": "muon", "bias": "adamw"}).name
+        >>> Muon.transform_for(
+        ...     torch.nn.Linear(4, 4), 0.01, labels={"weight": "muon", "bias": "adamw"}
+        ... ).name
         'partition'
         """
-        bound = bind("Muon", _signature_of_transform(), (params, lr), options)  # raises for an unknown option
+        bound = bind(
+            "Muon", _signature_of_transform(), (params, lr), options
+        )  # raises for an unknown option
         bound.apply_defaults()  # the defaults of `Muon`
         return _transform(**bound.arguments)
 
@@ -250,7 +268,9 @@ def _transform(
     )
 
 
-def _named_unless_model(params: NamedParameters, model: nn.Module | None) -> nn.Module | NamedTensors:
+def _named_unless_model(
+    params: NamedParameters, model: nn.Module | None
+) -> nn.Module | NamedTensors:
     """Return the argument ``params`` of `Muon` if it is a model, else a dict from names to tensors.
 
     ``model`` provides the names of tensors without names.
@@ -271,17 +291,23 @@ def _adam(betas: Any) -> Transform:
     is_sequence = isinstance(betas, tuple | list)
     if not is_sequence or len(betas) != 2:
         error = ValueError if is_sequence else TypeError
-        raise error(f"Muon: betas must be a tuple of AdamW's two decays, such as (0.9, 0.95), found {betas!r}")
+        raise error(
+            f"Muon: betas must be a tuple of AdamW's two decays, such as (0.9, 0.95), found {betas!r}"
+        )
     for index, beta in enumerate(betas):
         check_decay(f"betas[{index}]", beta)
     return scale_by_adam(scalar("betas", betas[0]), scalar("betas", betas[1]))
 
 
-def labels_for(labels: LabelsLike, params: nn.Module | NamedTensors, model: nn.Module | None, *, roles: bool) -> Labels:
+def labels_for(
+    labels: LabelsLike, params: nn.Module | NamedTensors, model: nn.Module | None, *, roles: bool
+) -> Labels:
     """Return the label of each parameter in ``params``, as a `Labels`: a dict that also has the reason of each label.
 
     >>> params = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
-    >>> labels = labels_for({"weight": "muon", "bias": "adamw", "unused": None}, params, None, roles=False)
+    >>> labels = labels_for(
+    ...     {"weight": "muon", "bias": "adamw", "unused": None}, params, None, roles=False
+    ... )
     >>> dict(labels)
     {'weight': 'muon', 'bias': 'adamw'}
 
@@ -305,7 +331,9 @@ def labels_for(labels: LabelsLike, params: nn.Module | NamedTensors, model: nn.M
     names = [name for name, _ in named_pairs(params)]
     missing = [name for name in names if name not in label_of]
     if missing:
-        raise ValueError(f"labels: found none for {format_list(missing)}, expected a label for every parameter")
+        raise ValueError(
+            f"labels: found none for {format_list(missing)}, expected a label for every parameter"
+        )
     if not isinstance(label_of, Labels):
         label_of = Labels(label_of)
     return label_of.restrict(names)  # a model may have other parameters, which also have labels
@@ -384,7 +412,9 @@ def _advice_without_matrices(trained: Sequence[str], named: NamedTensors) -> str
     """
     if any("lora_" in name for name in trained):
         return "To train only factors of LoRA, use torch.optim.AdamW with its own rate"
-    frozen_matrices = [name for name, param in named.items() if is_frozen(param) and param.ndim >= 2]
+    frozen_matrices = [
+        name for name, param in named.items() if is_frozen(param) and param.ndim >= 2
+    ]
     if frozen_matrices:
         return (
             f"{len(frozen_matrices)} parameters with two or more dims are frozen, such as {frozen_matrices[0]!r}: "

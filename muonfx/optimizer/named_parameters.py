@@ -22,7 +22,9 @@ NamedPairs = list[tuple[str, Tensor]]
 Gradients = dict[str, Tensor | None]
 """The gradient of each parameter by name; None for a parameter without one."""
 
-NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
+NamedParameters = (
+    nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
+)
 """The parameters of an optimizer: a model, named parameters, tensors of a known model, or groups of these."""
 
 
@@ -76,16 +78,22 @@ def warn_of_empty_groups(groups: Iterable[Group], model: nn.Module | None) -> No
         return
     for number, group in enumerate(groups):
         if not group["params"] and "weight_decay" not in group:
-            warn_caller(f"params: group {number} has no parameters; check the names that select them")
+            warn_caller(
+                f"params: group {number} has no parameters; check the names that select them"
+            )
 
 
 def params_of(group: object) -> Any:
     """Return the "params" of a param group. Raise TypeError if it is no dict, and ValueError if it has no "params"."""
     if not isinstance(group, Mapping):
-        raise TypeError(f"a param group must be a dict, such as {{'params': model}}, found {type(group).__name__}")
+        raise TypeError(
+            f"a param group must be a dict, such as {{'params': model}}, found {type(group).__name__}"
+        )
     entries = cast("Mapping[str, Any]", group)
     if "params" not in entries:
-        raise ValueError(f"a param group must have the key 'params', found {format_list(list(entries))}")
+        raise ValueError(
+            f"a param group must have the key 'params', found {format_list(list(entries))}"
+        )
     return entries["params"]
 
 
@@ -136,13 +144,21 @@ def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
     names_so_far = set[str]()
     name_of: dict[Tensor, str] = {}
     for name, param in pairs:
-        if name_of.get(param) == name:  # also a tensor with two names of the caller, if a model has given it one
-            raise ValueError(f"{name!r} is given twice, and would be stepped on twice: give it once")
+        if (
+            name_of.get(param) == name
+        ):  # also a tensor with two names of the caller, if a model has given it one
+            raise ValueError(
+                f"{name!r} is given twice, and would be stepped on twice: give it once"
+            )
         if name in names_so_far:
-            raise ValueError(f"two parameters are named {name!r}: give each parameter of all groups another name")
+            raise ValueError(
+                f"two parameters are named {name!r}: give each parameter of all groups another name"
+            )
         if param in name_of:
             first = name_of[param]
-            raise ValueError(f"{first!r} and {name!r} are one tensor, which would be stepped on twice: give it once")
+            raise ValueError(
+                f"{first!r} and {name!r} are one tensor, which would be stepped on twice: give it once"
+            )
         names_so_far.add(name)
         name_of[param] = name
 
@@ -205,7 +221,12 @@ def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, 
                 "that was made after the model was sharded or changed"
             )
         return known[item], item
-    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor):
+    if (
+        isinstance(item, tuple)
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and isinstance(item[1], Tensor)
+    ):
         return item
     raise TypeError(
         f"expected named parameters, found {type(item).__name__}: pass the model, model.named_parameters(), or model= "

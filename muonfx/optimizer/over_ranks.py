@@ -14,7 +14,13 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.optimizer.group_numbers import CallersTensors, TrackedGroup
-from muonfx.optimizer.local_values import Load, apart_from, is_whole, on_this_rank, require_same_position
+from muonfx.optimizer.local_values import (
+    Load,
+    apart_from,
+    is_whole,
+    on_this_rank,
+    require_same_position,
+)
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors
 from muonfx.optimizer.stepping import FormerState, Stepping, add_in_place
 from muonfx.placement.arguments import Arguments, meta_like
@@ -91,12 +97,16 @@ def _default_bucket_bytes(params: NamedTensors) -> int:
     bucket_bytes = smallest_on_cpu
     for param in params.values():
         smallest = SMALL_BUCKET_ON_CUDA if param.is_cuda else smallest_on_cpu
-        param_bytes = param.numel() * param.element_size()  # not `nbytes`, which sparse parameters lack
+        param_bytes = (
+            param.numel() * param.element_size()
+        )  # not `nbytes`, which sparse parameters lack
         bucket_bytes = max(bucket_bytes, smallest, param_bytes)
     return bucket_bytes
 
 
-def _complete_layout(layout: Layout | None, params: NamedTensors, others: NamedTensors) -> Layout | None:
+def _complete_layout(
+    layout: Layout | None, params: NamedTensors, others: NamedTensors
+) -> Layout | None:
     """Return the layout of all parameters: which rank has which part of each. Return None in one process.
 
     Args:
@@ -142,8 +152,12 @@ class SteppingOverRanks(Stepping):
 
     # `init` sets the following attributes, because they depend on the parameters.
     _device: torch.device  # of this rank's parameters
-    _placements: Sequence[LeafPlacement | None]  # of each leaf of the state: its shape, and the ranks that hold it
-    _on_one_rank: dict[int, LeafPlacement]  # by index, the leaves that `optimizer.state` shows on one rank only
+    _placements: Sequence[
+        LeafPlacement | None
+    ]  # of each leaf of the state: its shape, and the ranks that hold it
+    _on_one_rank: dict[
+        int, LeafPlacement
+    ]  # by index, the leaves that `optimizer.state` shows on one rank only
 
     def __init__(
         self,
@@ -177,7 +191,12 @@ class SteppingOverRanks(Stepping):
         """Return ``tx`` as a sharded transform, which updates the shards of the parameters."""
         return sharded_with(self._progress, tx, self.layout, self._settings)
 
-    def init(self, params: NamedTensors, groups: Sequence[TrackedGroup], former: FormerState | None = None) -> PyTree:
+    def init(
+        self,
+        params: NamedTensors,
+        groups: Sequence[TrackedGroup],
+        former: FormerState | None = None,
+    ) -> PyTree:
         """Return the optimizer state of this rank's parts of the parameters. All ranks call this together.
 
         Where ``former``, the state before parameters were replaced or added, has a leaf at the same path, the state has
@@ -187,7 +206,9 @@ class SteppingOverRanks(Stepping):
         local_params = {name: local_of(param) for name, param in params.items()}
         state = init_sharded(self.binding, self._progress, self.inner, local_params)
         with self.errors_on_all_ranks():
-            self._record_placements(local_params)  # which rank has which part of the state: the next lines read it
+            self._record_placements(
+                local_params
+            )  # which rank has which part of the state: the next lines read it
             self.refresh(params, groups)  # reads the hyperparameters
             state = self._with_former_values(state, former)
         self.is_true_on_any_rank(False)  # receives the error of a rank that failed in the block
@@ -216,7 +237,9 @@ class SteppingOverRanks(Stepping):
         """
         if not self._is_distributed or not placement.owned:
             return False
-        if all(shard.owner is None for shard in placement.shards):  # all ranks compute all of its matrices
+        if all(
+            shard.owner is None for shard in placement.shards
+        ):  # all ranks compute all of its matrices
             return False
         return not self._is_shown_by_dtensor(placement)
 
@@ -238,10 +261,14 @@ class SteppingOverRanks(Stepping):
         the new state at this ``index``. If the shapes do not fit, return ``leaf`` itself.
         """
         placement = self._placements[index]  # which rank has which part
-        if placement is None or tuple(full_value.shape) != placement.shape:  # no tensor, or of another shape
+        if (
+            placement is None or tuple(full_value.shape) != placement.shape
+        ):  # no tensor, or of another shape
             return leaf
         full_value = full_value.to(self._device)
-        if placement.name is None:  # of no parameter, such as a step count: every rank has it in full
+        if (
+            placement.name is None
+        ):  # of no parameter, such as a step count: every rank has it in full
             return full_value
         if placement.owned:
             return _part_of_owner(placement, full_value)
@@ -252,11 +279,19 @@ class SteppingOverRanks(Stepping):
 
         ``index`` is the index of the tensor in the state, and ``leaf`` is this rank's part, such as half of its rows.
         """
-        placement = self._placements[index]  # the parameter to which it belongs, and which rank has which part
-        if placement is None or placement.name is None:  # of no parameter: every rank has it in full
+        placement = self._placements[
+            index
+        ]  # the parameter to which it belongs, and which rank has which part
+        if (
+            placement is None or placement.name is None
+        ):  # of no parameter: every rank has it in full
             return leaf
-        if placement.owned and self._is_distributed:  # each rank has the part for the matrices that it computes
-            return Gathering(self.layout, self._device, {index: placement}, {index: leaf}).wait()[index]
+        if (
+            placement.owned and self._is_distributed
+        ):  # each rank has the part for the matrices that it computes
+            return Gathering(self.layout, self._device, {index: placement}, {index: leaf}).wait()[
+                index
+            ]
         if placement.owned:  # this rank computes all matrices
             return leaf.view(placement.shape)
         # It is sharded like its parameter, so the layout can gather it like the parameter.
@@ -272,9 +307,13 @@ class SteppingOverRanks(Stepping):
         - The leaf itself, if this rank has it in full, such as a step count.
         """
         placement = self._placements[index]  # which rank has which part
-        if placement is None or placement.name is None:  # of no parameter: every rank has it in full
+        if (
+            placement is None or placement.name is None
+        ):  # of no parameter: every rank has it in full
             return leaf
-        dtensor = leaf_to_dtensor(self.binding, placement, leaf)  # the leaf itself, if the parameter is a plain tensor
+        dtensor = leaf_to_dtensor(
+            self.binding, placement, leaf
+        )  # the leaf itself, if the parameter is a plain tensor
         if is_dtensor(dtensor):
             return dtensor
         full_or_interval = global_leaf(self.binding, self._device, placement, leaf)
@@ -292,7 +331,9 @@ class SteppingOverRanks(Stepping):
         """
         if self._gathering is not None:  # the copy that the last step has started
             self._gathering.wait()  # usually complete by now; its buffers must not be freed earlier
-        if not self._is_replicated or not self._on_one_rank:  # `exported` gathers the tensors, or there are none
+        if (
+            not self._is_replicated or not self._on_one_rank
+        ):  # `exported` gathers the tensors, or there are none
             return
         parts = dict(enumerate(tree.leaves(state)))
         self._gathering = Gathering(self.layout, self._device, self._on_one_rank, parts)
@@ -319,13 +360,17 @@ class SteppingOverRanks(Stepping):
         tensor is first sent to all ranks. ``leaves`` are this rank's tensors; a tensor of another rank alone is None.
         """
         assert self.layout.group is not None  # there are several ranks
-        wait_for_all(self.layout.group, "state_dict()")  # raises after a timeout if a rank does not call it
+        wait_for_all(
+            self.layout.group, "state_dict()"
+        )  # raises after a timeout if a rank does not call it
         gathered: dict[int, Any] = {}
         for index, placement in self._on_one_rank.items():
             gathered[index] = self.full_leaf(index, leaves[index])  # sent by the rank that has it
             mesh = self._mesh_of(placement)  # the ranks of its parameter
             if mesh is not None:
-                gathered[index] = _evenly_sharded(gathered[index], mesh)  # frees the full leaf before the next gather
+                gathered[index] = _evenly_sharded(
+                    gathered[index], mesh
+                )  # frees the full leaf before the next gather
         return gathered
 
     def _mesh_of(self, placement: LeafPlacement) -> DeviceMesh | None:
@@ -345,7 +390,9 @@ class SteppingOverRanks(Stepping):
         ``leaf`` is the tensor that ``optimizer.state`` has now.
         """
         placement = self._placements[index]
-        if placement is None or not placement.owned:  # every rank has it, or it is sharded like its parameter
+        if (
+            placement is None or not placement.owned
+        ):  # every rank has it, or it is sharded like its parameter
             return on_this_rank(leaf, value)
         if is_whole(value):
             return value
@@ -374,7 +421,9 @@ class SteppingOverRanks(Stepping):
         if self._may_load_alone:
             return
         assert self.layout.group is not None
-        facts = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
+        facts = {
+            "parameters without saved state": dict.fromkeys(without_state, "without saved state")
+        }
         agree("load_state_dict()", self.layout.group, same=facts)
 
     @property
@@ -417,7 +466,11 @@ class SteppingOverRanks(Stepping):
             if local_leaf is not None:  # else another rank has it
                 placement = self._placements[index]
                 # Take this rank's part of a whole leaf. Another value is this rank's part already.
-                if placement is not None and placement.owned and tuple(value.shape) == placement.shape:
+                if (
+                    placement is not None
+                    and placement.owned
+                    and tuple(value.shape) == placement.shape
+                ):
                     value = _owned_interval(placement, value)
                 local_leaf.copy_(value.view(local_leaf.shape))
 
@@ -440,17 +493,25 @@ class SteppingOverRanks(Stepping):
         return state
 
     def snapshot(
-        self, state: PyTree, params: dict[str, Tensor], grads: Gradients, groups: Sequence[TrackedGroup]
+        self,
+        state: PyTree,
+        params: dict[str, Tensor],
+        grads: Gradients,
+        groups: Sequence[TrackedGroup],
     ) -> tuple[Transform, PyTree, dict[str, Tensor], Gradients]:
         """Return the transform with the current hyperparameters, and the state, parameters and gradients, gathered."""
-        return super().snapshot(state, self.layout.gather(params), self.layout.gather(grads), groups)
+        return super().snapshot(
+            state, self.layout.gather(params), self.layout.gather(grads), groups
+        )
 
     def _set_current(self, tx: Transform, params: NamedTensors) -> None:
         self._current = tx
 
     def step(self, call: Arguments) -> PyTree:
         """Run a step together with all ranks. If one rank has an error in the call, all raise before any change."""
-        _, new_state = step_sharded(self.binding, self._progress, self._current, call, apply_to_params=add_in_place)
+        _, new_state = step_sharded(
+            self.binding, self._progress, self._current, call, apply_to_params=add_in_place
+        )
         self._share(new_state)
         return new_state
 
@@ -470,9 +531,13 @@ def _owned_interval(placement: LeafPlacement, full_value: Tensor) -> Tensor:
 
 def _part_of_owner(placement: LeafPlacement, full_value: Tensor) -> Tensor | None:
     """Return the part of a full state tensor for the matrices that this rank computes; None if it computes none."""
-    if placement.local is None or placement.shard is None:  # other ranks own the matrices of this parameter
+    if (
+        placement.local is None or placement.shard is None
+    ):  # other ranks own the matrices of this parameter
         return None
-    return _owned_interval(placement, full_value).view(placement.local)  # `local` is the shape of this rank's part
+    return _owned_interval(placement, full_value).view(
+        placement.local
+    )  # `local` is the shape of this rank's part
 
 
 def _is_on(mesh: DeviceMesh, tensor: object) -> bool:

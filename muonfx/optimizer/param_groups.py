@@ -51,7 +51,10 @@ _SIMILAR = 0.85
 def intended_hyperparam(key: str, hyperparams: Iterable[str]) -> str | None:
     """Return the hyperparameter that a key of a group is probably meant to be, or None if it is a key of the user's.
 
-    >>> intended_hyperparam("weight_dacay", ["lr", "weight_decay"]), intended_hyperparam("lr_scale", ["lr"])
+    >>> (
+    ...     intended_hyperparam("weight_dacay", ["lr", "weight_decay"]),
+    ...     intended_hyperparam("lr_scale", ["lr"]),
+    ... )
     ('weight_decay', None)
     """
     # Compare last components, because "eps_root" is written for "scale_by_adam.eps_root".
@@ -70,7 +73,15 @@ _KEYS_OF_OTHERS = frozenset(
     # of Keller Jordan's Muon and torch.optim
     {"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"}
     # of Dion
-    | {"algorithm", "adjust_lr", "flatten", "num_heads", "split_sizes", "cautious_wd", "rank_fraction"}
+    | {
+        "algorithm",
+        "adjust_lr",
+        "flatten",
+        "num_heads",
+        "split_sizes",
+        "cautious_wd",
+        "rank_fraction",
+    }
 )
 """Keys with which other optimizers change their updates. They have no effect here."""
 
@@ -78,7 +89,9 @@ _ARGUMENTS_OF_MUON = {"adamw_lr": "lr", "adamw_weight_decay": "weight_decay"}
 """Arguments of `Muon` for the parameters of AdamW, and their keys in the groups of these parameters."""
 
 
-def warn_if_unread(key: str, value: Any, name: str, group_keys: Set[str], all_keys: Set[str]) -> bool:
+def warn_if_unread(
+    key: str, value: Any, name: str, group_keys: Set[str], all_keys: Set[str]
+) -> bool:
     """Warn of a key of a param group that looks like a hyperparameter and sets none, such as "weight_dacay".
 
     Return True if it was reported. Another unknown key is the user's own, such as "lr_scale", and gets no warning.
@@ -137,7 +150,9 @@ def _problem_of_key(key: str, value: Any, group_keys: Set[str], all_keys: Set[st
 def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
     """Return ``optimizer.defaults``, as OneCycleLR needs it: each key with the value of the first group that has it.
 
-    >>> defaults_for_schedulers([{"lr": 0.02, "momentum": 0.95}, {"lr": 0.001, "weight_decay": 0.1}])
+    >>> defaults_for_schedulers(
+    ...     [{"lr": 0.02, "momentum": 0.95}, {"lr": 0.001, "weight_decay": 0.1}]
+    ... )
     {'lr': 0.02, 'momentum': 0.95, 'weight_decay': 0.1}
     """
     defaults: dict[str, Any] = {}
@@ -148,7 +163,9 @@ def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
     return defaults
 
 
-def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one: bool) -> list[Group]:
+def new_groups(
+    stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one: bool
+) -> list[Group]:
     """Return the param groups for named parameters, with all hyperparameters of the transforms that update them.
 
     For example, parameters of the labels "muon" and "adamw" with ``{"weight_decay": 0.1}`` become two groups: one with
@@ -161,7 +178,9 @@ def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one:
         as_one: True for one group, unless the labels have different rates and ``entries`` has none. False to split
             them, so that the same transforms update all parameters of a group.
     """
-    pairs_of = pairs_by_rule(pairs, stepping.rules)  # a rule: the transforms of a parameter, and its label
+    pairs_of = pairs_by_rule(
+        pairs, stepping.rules
+    )  # a rule: the transforms of a parameter, and its label
     rules = list(pairs_of)
     if as_one:
         common_entries = with_common_defaults(rules, entries, stepping.defaults)
@@ -188,7 +207,9 @@ def _entries_for(rule: UpdateRule, rules: Sequence[UpdateRule], entries: Group) 
     if len(rules) == 1:  # the group is not split
         return entries
     keys_of_rule = common_keys([rule]).keys()
-    keys_of_others = common_keys(rules).keys() - keys_of_rule - NOT_HYPERPARAMS  # such as "momentum" for "adamw"
+    keys_of_others = (
+        common_keys(rules).keys() - keys_of_rule - NOT_HYPERPARAMS
+    )  # such as "momentum" for "adamw"
     left_out = keys_of_others | keys_by_label(rules)  # also "muon.lr" and "adamw.lr"
     entries_of_rule = {key: value for key, value in entries.items() if key not in left_out}
     # A value for this label alone, such as "adamw.lr", replaces a value for all labels.
@@ -199,7 +220,9 @@ def _entries_for(rule: UpdateRule, rules: Sequence[UpdateRule], entries: Group) 
     return entries_of_rule
 
 
-def _complete_group(stepping: Stepping, rules: Sequence[UpdateRule], entries: Group, pairs: NamedPairs) -> Group:
+def _complete_group(
+    stepping: Stepping, rules: Sequence[UpdateRule], entries: Group, pairs: NamedPairs
+) -> Group:
     """Return a param group of named parameters with all hyperparameters: from ``entries``, else from the transform.
 
     For example, with the entries ``{"lr": 0.1}``, it is ``{"label": "muon", "lr": 0.1, "params": pairs, "momentum":
@@ -229,12 +252,16 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     Transforms have dotted names for their numbers. So the entries, such as "momentum", are converted to numbers by
     dotted name, "muon.momentum.decay", and back.
     """
-    defaults = stepping.defaults  # the transform's numbers by dotted name: {"muon.momentum.decay": 0.95}
+    defaults = (
+        stepping.defaults
+    )  # the transform's numbers by dotted name: {"muon.momentum.decay": 0.95}
     # With a key such as "weight_decay" if the numbers of all labels are equal.
     entries = with_common_defaults(rules, group, defaults)
     converter = GroupNumbers(group_hyperparams(rules, entries))
     completed = converter.complete(entries, defaults)
-    numbers = {name: own_copy(number) for name, number in completed.items()}  # no other group has the same tensors
+    numbers = {
+        name: own_copy(number) for name, number in completed.items()
+    }  # no other group has the same tensors
     has_numbers = any(key in group for key in converter.keys)
     if has_numbers:  # else they come from the transform, which has checked them
         require_in_range(stepping.tx, converter.hyperparams, numbers, defaults)

@@ -52,7 +52,9 @@ def schedules_in(tx: Transform) -> dict[str, Schedule]:
     A schedule may be made from other schedules, such as a warmup and a decay. These parts are left out.
     """
     schedules: dict[str, Schedule] = {}
-    for name, value in walk(tx):  # a schedule comes before its parts, whose names begin with its name
+    for name, value in walk(
+        tx
+    ):  # a schedule comes before its parts, whose names begin with its name
         is_part = any(name.startswith(f"{outer}.") for outer in schedules)
         if isinstance(value, Schedule) and not is_part:
             schedules[name] = value
@@ -147,7 +149,9 @@ def entries_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) -> Group
     from_code = key_prefixes(tracked, _changed_schedules(tx, tracked, saved))
     entries: Group = {}
     for key, value in saved.items():
-        is_from_code = isinstance(key, str) and key.startswith(from_code)  # False for all if no schedule has changed
+        is_from_code = isinstance(key, str) and key.startswith(
+            from_code
+        )  # False for all if no schedule has changed
         if key not in _NOT_TAKEN and not is_from_code:
             entries[key] = value
     return copy.deepcopy(entries)  # no tensor or list in common with the state dict
@@ -158,7 +162,9 @@ def require_numbers_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) 
 
     For example, the "lr" of a state dict that was read from YAML may be the text "1e-3".
     """
-    numbers = tracked.numbers.parse(entries_to_load(tx, tracked, saved))  # raises if one is no number
+    numbers = tracked.numbers.parse(
+        entries_to_load(tx, tracked, saved)
+    )  # raises if one is no number
     require_in_range(tx, tracked.numbers.hyperparams, numbers, hyperparams(tx))
 
 
@@ -170,7 +176,10 @@ def differences(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]
     lowers "lr". A schedule is compared as a whole, by its code. Its numbers are compared one by one only if the state
     dict has no code of schedules.
     """
-    return [*_differences_of_schedules(tx, tracked, saved), *_differences_of_numbers(tx, tracked, saved)]
+    return [
+        *_differences_of_schedules(tx, tracked, saved),
+        *_differences_of_numbers(tx, tracked, saved),
+    ]
 
 
 def _differences_of_schedules(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
@@ -184,7 +193,9 @@ def _differences_of_schedules(tx: Transform, tracked: TrackedGroup, saved: Group
     lines: list[str] = []
     for name in _changed_schedules(tx, tracked, saved):
         if name in saved_texts and saved_texts[name] != texts[name]:
-            lines.append(_difference(f"group {label!r}, {name}", saved_texts[name], texts[name], "code"))
+            lines.append(
+                _difference(f"group {label!r}, {name}", saved_texts[name], texts[name], "code")
+            )
     return lines
 
 
@@ -203,10 +214,14 @@ def _differences_of_numbers(tx: Transform, tracked: TrackedGroup, saved: Group) 
             continue
         file_value = _before_schedulers(key, saved)  # such as "initial_lr" for "lr"
         code_value = _before_schedulers(key, tracked.group)
-        code_is_unchanged = key in saved_numbers_in_code and _are_close(saved_numbers_in_code[key], code_value)
+        code_is_unchanged = key in saved_numbers_in_code and _are_close(
+            saved_numbers_in_code[key], code_value
+        )
         if not code_is_unchanged and not _are_close(file_value, code_value):
             source = "code" if key.startswith(from_code) else "file"
-            lines.append(_difference(f"group {label!r}, {key}", repr(file_value), repr(code_value), source))
+            lines.append(
+                _difference(f"group {label!r}, {key}", repr(file_value), repr(code_value), source)
+            )
     return lines
 
 
@@ -234,7 +249,9 @@ def _comparable_keys(tracked: TrackedGroup, saved: Group) -> list[str]:
     """
     keys: list[str] = []
     for key in tracked.numbers.keys:
-        if key not in saved or key in tracked.numbers.mirrors:  # "momentum" is a mirror of the first of "betas"
+        if (
+            key not in saved or key in tracked.numbers.mirrors
+        ):  # "momentum" is a mirror of the first of "betas"
             continue
         if not _is_cycled(key, tracked.group, saved):
             keys.append(key)
@@ -247,7 +264,9 @@ def _is_cycled(key: str, group: Group, saved: Group) -> bool:
     These schedulers add the key "base_momentum" or "max_momentum" to each group.
     """
     all_keys = group.keys() | saved.keys()
-    return key in ("momentum", "betas") and not all_keys.isdisjoint(["base_momentum", "max_momentum"])
+    return key in ("momentum", "betas") and not all_keys.isdisjoint(
+        ["base_momentum", "max_momentum"]
+    )
 
 
 def _before_schedulers(key: str, group: Group) -> object:
@@ -278,7 +297,11 @@ def _are_close(first: object, second: object) -> bool:
 def _python_value(value: object) -> object:
     """Return the number in a tensor of one element, and a list for a tuple or for another tensor, as a table of rates.
 
-    >>> _python_value(torch.tensor([0.5])), _python_value(torch.tensor([0.5, 0.25])), _python_value((0.9, 0.95))
+    >>> (
+    ...     _python_value(torch.tensor([0.5])),
+    ...     _python_value(torch.tensor([0.5, 0.25])),
+    ...     _python_value((0.9, 0.95)),
+    ... )
     (0.5, [0.5, 0.25], [0.9, 0.95])
     """
     if isinstance(value, Tensor):

@@ -50,7 +50,9 @@ def chains_of(visited: Stepping | VisitedTransform, names: Iterable[str]) -> dic
         visited: has the optimizer's transform, and the list of transforms that update each parameter.
         names: the names of the parameters.
     """
-    arguments = _arguments_by_name(visited.inner)  # such as labels: they have a value for each parameter
+    arguments = _arguments_by_name(
+        visited.inner
+    )  # such as labels: they have a value for each parameter
     # To create the chain of many parameters once: they have equal chains if the same transforms update them, and their
     # labels, patterns and values of masks are equal.
     chain_of_key: dict[tuple[object, ...], Transform] = {}
@@ -102,7 +104,9 @@ def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
         if name in call.param_names:  # the inner transform updates the parameter
             inner_chains.append(_chain_of(name, child, call))
         else:
-            inner_chains.append(identity())  # keeps the number of inner transforms, as `with_children` requires
+            inner_chains.append(
+                identity()
+            )  # keeps the number of inner transforms, as `with_children` requires
     chain_of_name = _for_parameter(tx.with_children(inner_chains), name)
     return _without_schedules(chain_of_name)
 
@@ -178,7 +182,9 @@ class ChainRecord(NamedTuple):
 
         The first chain, without names, is the chain of all parameters that have no other.
 
-        >>> record = ChainRecord.from_text('[3, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]]')
+        >>> record = ChainRecord.from_text(
+        ...     '[3, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]]'
+        ... )
         >>> record.exceptions
         {'b': SavedChain(code='scale(0.5)', fingerprint='7f1e')}
         """
@@ -305,7 +311,9 @@ def chain_warning(
 
 
 def _differences(
-    tracked: TrackedGroup, chain_of: Mapping[str, Transform], saved_chain_of: Mapping[str, SavedChain]
+    tracked: TrackedGroup,
+    chain_of: Mapping[str, Transform],
+    saved_chain_of: Mapping[str, SavedChain],
 ) -> list[str]:
     """Return a line for each argument, except numbers, that differs between saved chains and the chains of a group.
 

@@ -13,7 +13,12 @@ from muonfx.internal.renaming import Rename, new_names
 from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.group_numbers import Group, TrackedGroup
 from muonfx.optimizer.local_values import Load, Misfit, require_fit
-from muonfx.optimizer.resuming import first_lines, key_prefixes, require_numbers_to_load, schedules_of
+from muonfx.optimizer.resuming import (
+    first_lines,
+    key_prefixes,
+    require_numbers_to_load,
+    schedules_of,
+)
 from muonfx.optimizer.saved_chains import chain_warning, with_new_names
 from muonfx.optimizer.state_entries import StateEntries, StateLeaf
 from muonfx.optimizer.stepping import Stepping
@@ -28,14 +33,19 @@ _IF_CHANGED = (
 """Advice for a state dict of an optimizer with another chain, other labels or other layers."""
 
 
-def groups_with_names(saved_groups: SavedGroups, groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
+def groups_with_names(
+    saved_groups: SavedGroups, groups: Sequence[TrackedGroup], rename: Rename
+) -> list[Group]:
     """Return the groups of a state dict with this optimizer's names of the parameters as "param_names".
 
     Saved groups without names get the names of this optimizer in their order. ``rename`` is the argument of
     ``load_state_dict``.
 
     >>> tracked = TrackedGroup(group={}, names=["0.weight"], numbers=None)
-    >>> saved = {"params": [0], "param_names": ["module.0.weight"]}  # saved under DistributedDataParallel
+    >>> saved = {
+    ...     "params": [0],
+    ...     "param_names": ["module.0.weight"],
+    ... }  # saved under DistributedDataParallel
     >>> groups_with_names([saved], [tracked], rename={})
     [{'params': [0], 'param_names': ['0.weight']}]
     """
@@ -86,16 +96,22 @@ def _named_by_path(saved_groups: SavedGroups, groups: Sequence[TrackedGroup]) ->
     that saved. Other saved groups have numbers in "params", and are returned unchanged.
 
     >>> tracked = TrackedGroup(group={}, names=["bias", "weight"], numbers=None)
-    >>> _named_by_path([{"params": ["bias", "weight"], "param_names": ["weight", "bias"]}], [tracked])
+    >>> _named_by_path(
+    ...     [{"params": ["bias", "weight"], "param_names": ["weight", "bias"]}], [tracked]
+    ... )
     [{'params': ['bias', 'weight'], 'param_names': ['bias', 'weight']}]
     """
     paths = [path for saved in saved_groups for path in saved.get("params", ())]
-    if not paths or not all(isinstance(path, str) for path in paths):  # numbers, as state_dict() returns them
+    if not paths or not all(
+        isinstance(path, str) for path in paths
+    ):  # numbers, as state_dict() returns them
         return saved_groups
     names = _names_in(groups)
     # Compare without the prefixes of wrappers, such as "module." of DistributedDataParallel.
     plain_paths = set(unwrapped(paths).values())
-    if plain_paths.issuperset(unwrapped(names).values()):  # all names of this optimizer are among the paths
+    if plain_paths.issuperset(
+        unwrapped(names).values()
+    ):  # all names of this optimizer are among the paths
         return [{**saved, "param_names": list(saved["params"])} for saved in saved_groups]
     _require_same_order(_saved_names_in(saved_groups), names, paths[0])
     return saved_groups
@@ -119,7 +135,9 @@ def _require_same_order(saved_names: Sequence[str], names: Sequence[str], path: 
         )
 
 
-def _named_by_order(saved_groups: SavedGroups, groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
+def _named_by_order(
+    saved_groups: SavedGroups, groups: Sequence[TrackedGroup], rename: Rename
+) -> list[Group]:
     """Return saved groups without names, as torchtitan saves them, with the names of this optimizer in their order.
 
     The first parameter of the first saved group gets the first name of the first group, and so on. Raise ValueError if
@@ -130,7 +148,9 @@ def _named_by_order(saved_groups: SavedGroups, groups: Sequence[TrackedGroup], r
     saved_sizes = [len(saved["params"]) for saved in saved_groups]
     sizes = [len(tracked.names) for tracked in groups]
     if saved_sizes != sizes:  # only equal sizes suggest that the order is the same
-        raise _without_names(f"its groups have {saved_sizes} parameters, expected {sizes}, as in this optimizer")
+        raise _without_names(
+            f"its groups have {saved_sizes} parameters, expected {sizes}, as in this optimizer"
+        )
     named_groups: list[Group] = []
     for tracked, saved in zip(groups, saved_groups, strict=True):
         named_groups.append({**saved, "param_names": list(tracked.names)})
@@ -145,7 +165,9 @@ def _without_names(problem: str) -> ValueError:
     )
 
 
-def _new_name_of(saved_names: Sequence[str], groups: Sequence[TrackedGroup], rename: Rename) -> dict[str, str]:
+def _new_name_of(
+    saved_names: Sequence[str], groups: Sequence[TrackedGroup], rename: Rename
+) -> dict[str, str]:
     """Return a dict from each saved parameter name to the name that this optimizer has for it.
 
     For example, "module.0.weight" was saved under DistributedDataParallel, and ``rename`` is ``{"0": "layers.0"}``. The
@@ -154,15 +176,23 @@ def _new_name_of(saved_names: Sequence[str], groups: Sequence[TrackedGroup], ren
     """
     # 1. Remove the prefixes of wrappers, then rename.
     plain_name_of = unwrapped(saved_names)  # {"module.0.weight": "0.weight"}
-    renamed, problems = new_names(plain_name_of, rename, level=".", what="parameter")  # ... : "layers.0.weight"
+    renamed, problems = new_names(
+        plain_name_of, rename, level=".", what="parameter"
+    )  # ... : "layers.0.weight"
     # 2. Add the prefixes of this optimizer. A parameter that it lacks gets none.
-    prefixed_name_of = {plain_name: name for name, plain_name in unwrapped(_names_in(groups)).items()}
-    new_name_of = {saved_name: prefixed_name_of.get(name, name) for saved_name, name in renamed.items()}
+    prefixed_name_of = {
+        plain_name: name for name, plain_name in unwrapped(_names_in(groups)).items()
+    }
+    new_name_of = {
+        saved_name: prefixed_name_of.get(name, name) for saved_name, name in renamed.items()
+    }
     problems += _collisions(new_name_of)
     if problems:
         raise ValueError("nothing was loaded: rename: " + "; ".join(problems[:10]))
     # 3. Add the names as the record of chains has them.
-    new_name_of_plain = {plain_name: new_name_of[saved_name] for saved_name, plain_name in plain_name_of.items()}
+    new_name_of_plain = {
+        plain_name: new_name_of[saved_name] for saved_name, plain_name in plain_name_of.items()
+    }
     return {**new_name_of_plain, **new_name_of}
 
 
@@ -215,7 +245,9 @@ def match_groups(
     return matched
 
 
-def _saved_group_with(group_names: Iterable[str], saved_group_of: Mapping[str, Group], names: Set[str]) -> Group | None:
+def _saved_group_with(
+    group_names: Iterable[str], saved_group_of: Mapping[str, Group], names: Set[str]
+) -> Group | None:
     """Return the saved group of the parameters with these names; None if all of them were frozen, and so not saved.
 
     Args:
@@ -234,7 +266,9 @@ def _saved_group_with(group_names: Iterable[str], saved_group_of: Mapping[str, G
 def _require_known(names: Set[str], saved_names: Set[str], not_trained: Set[str]) -> None:
     """Raise ValueError if a state dict is of another model: it has names that are unknown here, or none that is known.
 
-    >>> _require_known({"w", "b"}, {"w", "v"}, not_trained={"v"})  # the two runs have frozen other parameters
+    >>> _require_known(
+    ...     {"w", "b"}, {"w", "v"}, not_trained={"v"}
+    ... )  # the two runs have frozen other parameters
     >>> _require_known({"w", "b"}, {"w", "v"}, not_trained=set())
     Traceback (most recent call last):
     ValueError: nothing was loaded: the state dict lacks 'b'; it also has 'v'; ...
@@ -321,12 +355,16 @@ def read_state_dict(
         not_trained: names of parameters whose saved state is not needed, because they are frozen now.
     """
     if not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(state_dict)}")
+        raise ValueError(
+            f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(state_dict)}"
+        )
     _require_dicts(state_dict)
     # 1. The saved group of each group.
     saved_groups = groups_with_names(state_dict["param_groups"], groups, rename or {})
     matched_groups = match_groups(saved_groups, groups, not_trained)
-    problems = _missing_hyperparams(stepping.tx, groups, matched_groups)  # a line for each difference
+    problems = _missing_hyperparams(
+        stepping.tx, groups, matched_groups
+    )  # a line for each difference
     # 2. The values to copy into the state.
     saved_state_of = _state_by_name(state_dict["state"], saved_groups)
     problems += _other_keys(entries, saved_state_of)
@@ -554,7 +592,9 @@ def _missing_hyperparams(
         for key in tracked.numbers.keys:
             # Entries that torch's schedulers add are not required, nor are numbers of schedules: the code has them.
             if key not in saved and not key.startswith(from_code):
-                lines.append(f"missing hyperparameter {key!r} of group {tracked.group.get('label')!r}")
+                lines.append(
+                    f"missing hyperparameter {key!r} of group {tracked.group.get('label')!r}"
+                )
     return lines
 
 
@@ -567,7 +607,9 @@ def _raise_problems(problems: list[str]) -> None:
         )
 
 
-def _warnings(groups: Sequence[TrackedGroup], saved_groups: Sequence[Group], without_state: Sequence[str]) -> list[str]:
+def _warnings(
+    groups: Sequence[TrackedGroup], saved_groups: Sequence[Group], without_state: Sequence[str]
+) -> list[str]:
     """Return a warning if state was saved for parameters that are not trained now, or the other way round.
 
     It is no error, because layers are often frozen or unfrozen between two runs. ``without_state`` are the names of

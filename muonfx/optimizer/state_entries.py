@@ -75,7 +75,9 @@ class StateEntries:
         """Find the key and the parameters of each tensor (leaf) of the state. `update` then fills ``optimizer.state``.
 
         >>> zeros, count = torch.zeros(2), torch.tensor(0)
-        >>> entries = StateEntries({"trace": {"w": zeros}, "count": count}, {"w": zeros, "b": zeros})
+        >>> entries = StateEntries(
+        ...     {"trace": {"w": zeros}, "count": count}, {"w": zeros, "b": zeros}
+        ... )
         >>> for leaf in entries.leaves:
         ...     print(leaf.index, leaf.names, leaf.key)
         0 ('w', 'b') count
@@ -90,18 +92,24 @@ class StateEntries:
         for index, (owner, path) in enumerate(ownership_of(state, named)):
             # A leaf such as a step count belongs to no single parameter: it is an entry of each of them.
             names = all_names if owner is None else (owner,)
-            leaf = StateLeaf(index, names, path_of(path))  # the path ("momentum", "trace") becomes "momentum.trace"
+            leaf = StateLeaf(
+                index, names, path_of(path)
+            )  # the path ("momentum", "trace") becomes "momentum.trace"
             self.leaves.append(leaf)
             for name in names:
                 self.leaves_of[name][leaf.key] = leaf
 
-    def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
+    def update(
+        self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]
+    ) -> None:
         """Put the tensors of a new state into ``optimizer.state``, where users look for them.
 
         >>> param = torch.ones(2)
         >>> state = {"trace": {"w": torch.zeros(2)}}
         >>> entries_of = {param: {}}
-        >>> StateEntries(state, {"w": param}).update(entries_of, state, show=lambda index, leaf: leaf)
+        >>> StateEntries(state, {"w": param}).update(
+        ...     entries_of, state, show=lambda index, leaf: leaf
+        ... )
         >>> entries_of[param]
         {'trace': tensor([0., 0.])}
 
@@ -167,25 +175,33 @@ class StateEntries:
             return True
         # Without an edit, `state` has the parameters in their order, and for each one an entry for each of its leaves.
         params, leaves = self.named.values(), self.leaves_of.values()
-        for (tensor, entries), param, leaf_of_key in zip(state.items(), params, leaves, strict=True):
+        for (tensor, entries), param, leaf_of_key in zip(
+            state.items(), params, leaves, strict=True
+        ):
             if tensor is not param:  # entries were removed, and others added at the end
                 return True
             if entries is None or len(entries) != len(leaf_of_key):
                 return True
             for key, leaf in leaf_of_key.items():
-                if entries.get(key, _NO_ENTRY) is not leaf.shown:  # another object than `update` has put there
+                if (
+                    entries.get(key, _NO_ENTRY) is not leaf.shown
+                ):  # another object than `update` has put there
                     return True
         return False
 
 
-def entries_by_name(entries: StateEntries, state: Mapping[Tensor, Group], groups: Iterable[Group]) -> dict[str, Group]:
+def entries_by_name(
+    entries: StateEntries, state: Mapping[Tensor, Group], groups: Iterable[Group]
+) -> dict[str, Group]:
     """Return ``optimizer.state``, which a user has edited, with names in place of tensors.
 
     Parameters whose entries were all removed are left out. Raise ValueError if a tensor is no parameter, if only some
     entries of a parameter were removed, or if others were added.
 
     >>> param, state = torch.ones(2), {"trace": {"w": torch.zeros(2)}}
-    >>> entries_by_name(StateEntries(state, {"w": param}), {param: {"trace": torch.ones(2)}}, groups=[])
+    >>> entries_by_name(
+    ...     StateEntries(state, {"w": param}), {param: {"trace": torch.ones(2)}}, groups=[]
+    ... )
     {'w': {'trace': tensor([1., 1.])}}
 
     Args:
@@ -215,11 +231,15 @@ def _names_of_tensors(named: NamedTensors, groups: Iterable[Group]) -> dict[Tens
     for group in groups:
         # Not strict: a group that the caller has edited may have more tensors than names. It is checked later.
         for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
-            name_of.setdefault(param, name)  # a known tensor keeps its name where the caller has put it
+            name_of.setdefault(
+                param, name
+            )  # a known tensor keeps its name where the caller has put it
     return name_of
 
 
-def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], stepping: Stepping) -> list[Load]:
+def read_assigned(
+    entries: StateEntries, entries_of: Mapping[str, Group], stepping: Stepping
+) -> list[Load]:
     """Return the values to copy into the state from tensors that a caller has assigned in ``optimizer.state``.
 
     For example, ``optimizer.state[param]["momentum.trace"] = tensor`` becomes the index of this trace among the leaves
@@ -244,7 +264,9 @@ def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], steppi
         try:
             local_value = stepping.local_value(leaf.index, leaf.shown, common_value)
         except Misfit as misfit:
-            raise ValueError(f"optimizer.state: {leaf.key!r} of {next(iter(values))!r} {misfit}") from None
+            raise ValueError(
+                f"optimizer.state: {leaf.key!r} of {next(iter(values))!r} {misfit}"
+            ) from None
         loads.append(Load(leaf.index, local_value))
     return loads
 
@@ -259,7 +281,9 @@ def warn_of_shared(entries: StateEntries, emptied: Sequence[str]) -> None:
         entries: the entries of all parameters.
         emptied: the names of the parameters whose entries were removed.
     """
-    shared_keys = [leaf.key for leaf in entries.leaves if len(leaf.names) > 1]  # such as "scale_by_adam.count"
+    shared_keys = [
+        leaf.key for leaf in entries.leaves if len(leaf.names) > 1
+    ]  # such as "scale_by_adam.count"
     # If the entries of all parameters were removed, the count starts again, too, and there is nothing to warn of.
     if shared_keys and 0 < len(emptied) < len(entries.named):
         warn_caller(

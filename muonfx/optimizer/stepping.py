@@ -25,7 +25,13 @@ from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import check_extras, patterns_in
 from muonfx.core.value import numbers_of, prepared, with_numbers
 from muonfx.core.visit import Visit, visit
-from muonfx.optimizer.by_groups import GroupMembers, common_numbers, different_values, for_groups, runs_once
+from muonfx.optimizer.by_groups import (
+    GroupMembers,
+    common_numbers,
+    different_values,
+    for_groups,
+    runs_once,
+)
 from muonfx.optimizer.group_numbers import (
     CallersTensors,
     Number,
@@ -66,7 +72,9 @@ class _CommonNumber(NamedTuple):
     """The tensor of each group. All must have one value."""
 
 
-def _common_numbers_of(visits: Sequence[Visit], groups: Sequence[TrackedGroup]) -> list[_CommonNumber]:
+def _common_numbers_of(
+    visits: Sequence[Visit], groups: Sequence[TrackedGroup]
+) -> list[_CommonNumber]:
     """Return the numbers that are a tensor in several groups, and of which a transform reads one value for all groups.
 
     For example, a clip by the norm of all parameters reads one "max_norm". ``visits`` has each transform, with the
@@ -130,7 +138,9 @@ class CommonTensors:
             return
         write_counts: list[int] = []
         for common in self._common_numbers:
-            write_counts += [tensor._version for tensor in common.tensors]  # torch increases it with every write
+            write_counts += [
+                tensor._version for tensor in common.tensors
+            ]  # torch increases it with every write
         if write_counts == self._write_counts:  # no write since they were last equal
             return
         for visited, name, tensors in self._common_numbers:
@@ -167,7 +177,11 @@ class Stepping:
         return False
 
     def __init__(
-        self, tx: Transform, meta_params: PyTree, bucket_bytes: int | None, callers_tensors: CallersTensors
+        self,
+        tx: Transform,
+        meta_params: PyTree,
+        bucket_bytes: int | None,
+        callers_tensors: CallersTensors,
     ) -> None:
         """Find the transforms within ``tx``, with their parameters and numbers. `init` creates the state later."""
         self.tx = tx
@@ -201,14 +215,21 @@ class Stepping:
         """Return ``tx`` in one process, and over several ranks a sharded transform."""
         return tx
 
-    def init(self, params: NamedTensors, groups: Sequence[TrackedGroup], former: FormerState | None = None) -> PyTree:
+    def init(
+        self,
+        params: NamedTensors,
+        groups: Sequence[TrackedGroup],
+        former: FormerState | None = None,
+    ) -> PyTree:
         """Return the optimizer state of named parameters, and read the hyperparameters in the param groups.
 
         ``former`` is the state before parameters were replaced or added, or None. A tensor that it has, such as the
         momentum of "weight", keeps its value. Others have their initial values.
         """
         check_params(params)
-        warn_of_unmatched(patterns_in(self.tx), params)  # patterns of views, such as "*.qkv", without a parameter
+        warn_of_unmatched(
+            patterns_in(self.tx), params
+        )  # patterns of views, such as "*.qkv", without a parameter
         # The state does not depend on the numbers in the groups, so the transform from construction creates it.
         state = self._placed_transforms(self.inner, params, self.root).functions.init(params)
         self.refresh(params, groups)  # also raises if a number in the groups is out of range
@@ -326,7 +347,12 @@ class Stepping:
             self._set_current(self._with_numbers(groups), params)
         except ValueError:
             for tracked in groups:
-                require_in_range(self.tx, tracked.numbers.hyperparams, tracked.numbers.last_numbers, self.defaults)
+                require_in_range(
+                    self.tx,
+                    tracked.numbers.hyperparams,
+                    tracked.numbers.last_numbers,
+                    self.defaults,
+                )
             raise  # no single number is the cause
 
     def _with_numbers(self, groups: Sequence[TrackedGroup]) -> Transform:
@@ -337,7 +363,9 @@ class Stepping:
         """
         tx = for_groups(self.inner, self.root, self._members(groups))
         if torch.compiler.is_compiling() and self._accumulates():
-            tx = as_tensors(tx)  # torch.cond, which `accumulate` calls, accepts no float that changes between calls
+            tx = as_tensors(
+                tx
+            )  # torch.cond, which `accumulate` calls, accepts no float that changes between calls
         return prepared(tx)
 
     def _accumulates(self) -> bool:
@@ -367,7 +395,11 @@ class Stepping:
         return sorted(members, key=lambda group: group.names)
 
     def snapshot(
-        self, state: PyTree, params: dict[str, Tensor], grads: Gradients, groups: Sequence[TrackedGroup]
+        self,
+        state: PyTree,
+        params: dict[str, Tensor],
+        grads: Gradients,
+        groups: Sequence[TrackedGroup],
     ) -> tuple[Transform, PyTree, dict[str, Tensor], Gradients]:
         """Return the arguments of an update: the transform, the state in full, the parameters and the gradients.
 
@@ -376,7 +408,9 @@ class Stepping:
         read_numbers(groups)
         tx = self._with_numbers(groups)
         is_offloaded = self.inner is not self.tx
-        if is_offloaded:  # `self.tx` is ``offload(self.inner)``: put `offload` around the transform again
+        if (
+            is_offloaded
+        ):  # `self.tx` is ``offload(self.inner)``: put `offload` around the transform again
             tx = self.tx.replace(tx=tx)
         leaves, treedef = tree.flatten(state)
         whole_leaves = [self.full_leaf(index, leaf) for index, leaf in enumerate(leaves)]
@@ -388,7 +422,9 @@ class Stepping:
         First it is *placed*: divided into buckets of parameters, and connected with the memory of the state. This takes
         long, so if only numbers have changed since the last call, they are put into the transform that is placed.
         """
-        if tx.structure is self._placed_structure:  # only numbers have changed, such as the learning rate
+        if (
+            tx.structure is self._placed_structure
+        ):  # only numbers have changed, such as the learning rate
             current = with_numbers(self._current, iter(numbers_of(tx)))
         else:  # the first time, or `by_groups` has replaced a part
             current = self._placed_transforms(tx, params)
@@ -408,13 +444,17 @@ class Stepping:
         # The placed transform calls `add_in_place` as soon as the updates of a bucket of parameters are computed. This
         # saves memory.
         extras = {**call.extras, "apply_to_params": add_in_place}
-        _, new_state = self._current.run(call.updates, call.state, call.params, donate=call.donate, **extras)
+        _, new_state = self._current.run(
+            call.updates, call.state, call.params, donate=call.donate, **extras
+        )
         return new_state
 
 
 def _with_separate_memory(call: Arguments) -> Arguments:
     """Return the arguments of a step, in which donated tensors, which it may overwrite, share no memory with others."""
-    if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
+    if (
+        torch.compiler.is_compiling()
+    ):  # a trace cannot compare memory; only the optimizer holds the state
         donate = Donation(updates=False, state=True)
         return Arguments(call.updates, call.state, call.params, donate, call.extras)
     # Copies each donated tensor that shares memory with another one.

@@ -70,10 +70,14 @@ class TrackedGroups:
             return False
         tracked_parameters = self._parameters.tracked
         for group, tracked in zip(groups, self.groups, strict=True):
-            if group is not tracked.group or group.get("param_names") != tracked.names:  # another dict, or renamed
+            if (
+                group is not tracked.group or group.get("param_names") != tracked.names
+            ):  # another dict, or renamed
                 return False
             params = [tracked_parameters[name].param for name in tracked.names]
-            if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):  # other tensors
+            if len(group["params"]) != len(params) or not all(
+                map(is_, group["params"], params)
+            ):  # other tensors
                 return False
         return True
 
@@ -91,12 +95,16 @@ class TrackedGroups:
         names: list[str] = list(group["param_names"])
         # Usually one rule. The parameters of a group with the labels "muon" and "adamw" have two.
         distinct = distinct_rules(names, rules)
-        hyperparams = group_hyperparams(distinct, group)  # the keys of the group, with the numbers that they set
+        hyperparams = group_hyperparams(
+            distinct, group
+        )  # the keys of the group, with the numbers that they set
         # The former object remembers the numbers that it has read last: if "momentum" and "betas" differ in the next
         # step, the one that was changed since the last step counts. It is not changed: an error may bring it back.
         numbers = GroupNumbers(hyperparams, self._former_numbers(group, names))
         keys_without_effect = keys_by_label(distinct) - set(numbers.keys)
-        for key in keys_without_effect:  # such as "adamw.weight_decay" if the group has "weight_decay" for all labels
+        for key in (
+            keys_without_effect
+        ):  # such as "adamw.weight_decay" if the group has "weight_decay" for all labels
             group.pop(key, None)
         return TrackedGroup(group, names, numbers)
 
@@ -122,7 +130,9 @@ class TrackedGroups:
         if not self._are_recorded(groups):
             self.adopt(groups, self._parameters.names_of(groups, added={}), rules)
 
-    def adopt(self, groups: Sequence[Group], names_per_group: Sequence[list[str]], rules: UpdateRules) -> None:
+    def adopt(
+        self, groups: Sequence[Group], names_per_group: Sequence[list[str]], rules: UpdateRules
+    ) -> None:
         """Read the hyperparameters from edited param groups, which have the named parameters: ``[["w"], ["b"]]``.
 
         Raise ValueError, before any change, if a group lacks hyperparameters of its parameters.
@@ -144,14 +154,18 @@ class TrackedGroups:
         Warn once of a misspelt key, such as "weight_dacay". ``rules`` has the transforms and hyperparameters of each
         parameter, by name.
         """
-        if self._count_keys() == self._key_counts:  # at every step: counting keys is faster than comparing them
+        if (
+            self._count_keys() == self._key_counts
+        ):  # at every step: counting keys is faster than comparing them
             return
         # For example, "weight_decay" now replaces the keys "muon.weight_decay" and "adamw.weight_decay" of a group.
         self.record([tracked.group for tracked in self.groups], rules)
         self._key_counts = self._count_keys()  # last, because `record` may have removed keys
         self._warn_of_unread_keys()
 
-    def warn_of_unread_entries(self, entries: Group, names: Sequence[str], rules: UpdateRules) -> None:
+    def warn_of_unread_entries(
+        self, entries: Group, names: Sequence[str], rules: UpdateRules
+    ) -> None:
         """Warn of entries for a new group that look like hyperparameters and set none, such as "weight_dacay".
 
         ``names`` are the parameters of the group, and ``rules`` has the transforms and hyperparameters of each
@@ -166,7 +180,9 @@ class TrackedGroups:
         all_keys = common_keys(set(rules.values())).keys()
         for key, value in entries.items():
             if warn_if_unread(key, value, names[0], group_keys, all_keys):
-                self._reported.add(key)  # the next step, which reads the keys of all groups, does not warn again
+                self._reported.add(
+                    key
+                )  # the next step, which reads the keys of all groups, does not warn again
 
     def _warn_of_unread_keys(self) -> None:
         """Warn once of each key of a group that looks like a hyperparameter and sets none, such as "weight_dacay"."""
@@ -193,7 +209,9 @@ class TrackedGroups:
             return
         for index, tracked in enumerate(self.groups):
             rate = tracked.group["lr"]
-            is_set = not isinstance(rate, Tensor) and rate != 0.0  # 0.0 is the value for groups without a rate
+            is_set = (
+                not isinstance(rate, Tensor) and rate != 0.0
+            )  # 0.0 is the value for groups without a rate
             has_scheduler = "initial_lr" in tracked.group  # which a scheduler adds
             if is_set or has_scheduler:
                 self._has_warned_of_rate = True
@@ -237,8 +255,12 @@ def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRu
         names: the names of the parameters that it has now.
         rules: the transforms and hyperparameters of each parameter, by name.
     """
-    distinct = distinct_rules(names, rules)  # without repetitions, such as the rules of "muon" and "adamw"
-    if len(distinct) < 2:  # nothing was moved to other transforms; `GroupNumbers.read` raises for a key that is missing
+    distinct = distinct_rules(
+        names, rules
+    )  # without repetitions, such as the rules of "muon" and "adamw"
+    if (
+        len(distinct) < 2
+    ):  # nothing was moved to other transforms; `GroupNumbers.read` raises for a key that is missing
         return
     required_keys = {hyperparam.key for hyperparam in group_hyperparams(distinct, group)}
     if not required_keys <= group.keys():
@@ -395,10 +417,16 @@ def _owned_groups(groups: Iterable[Group]) -> list[Group]:
     ids_of_owned_groups: set[int] = set()
     for owner in _owners:
         ids_of_owned_groups.update(map(id, owner.param_groups))
-    return [group for group in groups if isinstance(group, OwnedGroup) or id(group) in ids_of_owned_groups]
+    return [
+        group
+        for group in groups
+        if isinstance(group, OwnedGroup) or id(group) in ids_of_owned_groups
+    ]
 
 
 def _calls_owner(optimizer: Optimizer) -> bool:
     """Return True if an optimizer wraps a muonfx optimizer: it has that, whose step it calls, in an attribute."""
-    inner_optimizers = [attribute for attribute in vars(optimizer).values() if isinstance(attribute, Optimizer)]
+    inner_optimizers = [
+        attribute for attribute in vars(optimizer).values() if isinstance(attribute, Optimizer)
+    ]
     return any(inner in _owners for inner in inner_optimizers)

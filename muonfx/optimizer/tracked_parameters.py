@@ -55,7 +55,9 @@ def check_usable(named: NamedTensors, layout: Layout | None) -> None:
     Examples are a matrix that FSDP1 has flattened, and a model of which only some parameters are on the meta device.
     """
     is_on_meta = all(param.is_meta for param in named.values())
-    if not is_on_meta:  # a whole model on the meta device is accepted: it gets its values before the first step
+    if (
+        not is_on_meta
+    ):  # a whole model on the meta device is accepted: it gets its values before the first step
         check_real(named)
     if layout is None or not layout.is_flat:  # a flat layout describes the tensors of FSDP1
         _require_not_flattened(named)
@@ -89,7 +91,9 @@ def check_real(named: NamedTensors) -> None:
 
     Large models are often created there, without memory, and get their values when they are loaded.
     """
-    names = [name for name, param in named.items() if param.is_meta]  # a meta tensor has a shape, and no memory
+    names = [
+        name for name, param in named.items() if param.is_meta
+    ]  # a meta tensor has a shape, and no memory
     if names:
         raise ValueError(
             f"{names[0]!r} is on the meta device, as are {len(names)} of {len(named)} parameters: allocate and load "
@@ -109,7 +113,9 @@ class Position(NamedTuple):
         module = self.module()
         if module is None or self.attribute not in module._parameters:
             return None
-        return module._parameters[self.attribute]  # TorchScript's mapping of parameters has no method `get`
+        return module._parameters[
+            self.attribute
+        ]  # TorchScript's mapping of parameters has no method `get`
 
     def in_copy(self, copies: Mapping[int, Any]) -> Position | None:
         """Return the position in the copy of the module, or None if there is none. ``copies`` is by ``id``."""
@@ -186,7 +192,9 @@ class TrackedParameters:
         """
         self._models: list[KnownModel] = []
         if model_of_names is not None:
-            self._add_model_of_names(model_of_names, {*trained.values(), *frozen.values(), *left_out.values()})
+            self._add_model_of_names(
+                model_of_names, {*trained.values(), *frozen.values(), *left_out.values()}
+            )
         self.add_models(models)
         self.tracked: dict[str, TrackedParameter] = {}
         """The parameters that have state, by name."""
@@ -239,7 +247,9 @@ class TrackedParameters:
         """
         has_all = True
         names: set[str] = set()
-        for name, param in model.named_parameters(remove_duplicate=False):  # also the second name of a tied parameter
+        for name, param in model.named_parameters(
+            remove_duplicate=False
+        ):  # also the second name of a tied parameter
             if param in params:
                 names.add(name)
             else:
@@ -261,7 +271,9 @@ class TrackedParameters:
                 self._models.append(known_model._replace(ref=weakref.ref(copies[id(model)])))
         for name, tracked in original.tracked.items():
             if tracked.position is not None:
-                self.tracked[name] = self.tracked[name]._replace(position=tracked.position.in_copy(copies))
+                self.tracked[name] = self.tracked[name]._replace(
+                    position=tracked.position.in_copy(copies)
+                )
         self._frozen = _in_copies(original._frozen, copies)
         self._left_out = _in_copies(original._left_out, copies)
         self.version += 1
@@ -275,12 +287,16 @@ class TrackedParameters:
         position_of = self._positions()
         for name, param in named.items():
             position = position_of.get(param)
-            if position is None and name in self.tracked:  # the model was deleted, but perhaps not its module
+            if (
+                position is None and name in self.tracked
+            ):  # the model was deleted, but perhaps not its module
                 former_position = self.tracked[name].position
                 if former_position is not None and former_position.current() is param:
                     position = former_position
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
-            self.tracked[name] = TrackedParameter(param, param.shape, param.device, _placement(param), position)
+            self.tracked[name] = TrackedParameter(
+                param, param.shape, param.device, _placement(param), position
+            )
             self._put_in_groups[name] = param
         self._remove_from_frozen(named)
         self.version += 1
@@ -404,7 +420,9 @@ class TrackedParameters:
 
     def have_same_placement(self, replaced: NamedTensors) -> bool:
         """Return True if each new tensor has the device, dtype and sharding of the parameter that it replaces."""
-        return all(self.tracked[name].placement == _placement(param) for name, param in replaced.items())
+        return all(
+            self.tracked[name].placement == _placement(param) for name, param in replaced.items()
+        )
 
     def moved(self, groups: Iterable[Group]) -> list[Tensor]:
         """Return the tensors in the models and the groups that have replaced parameters of another placement.
@@ -509,7 +527,9 @@ class TrackedParameters:
         """
         name_of = {param: name for name, param in self._others_in_models().items()}
         for name, tracked in self.tracked.items():
-            name_of[tracked.param] = name  # a tied tensor that is in both keeps the name of its state
+            name_of[tracked.param] = (
+                name  # a tied tensor that is in both keeps the name of its state
+            )
         return name_of
 
     def names_of(self, groups: Iterable[Group], added: NamedTensors) -> list[list[str]]:
@@ -558,7 +578,11 @@ class TrackedParameters:
 
     def not_trained(self) -> set[str]:
         """Return the names of parameters that are known, but have no state, as they are frozen or have label None."""
-        return {*self._frozen, *self._left_out, *names_in(self.models).values()} - self.tracked.keys()
+        return {
+            *self._frozen,
+            *self._left_out,
+            *names_in(self.models).values(),
+        } - self.tracked.keys()
 
     def check_frozen(self) -> None:
         """Raise if a parameter that was frozen at construction has a gradient now, because it is in no group.
@@ -584,8 +608,12 @@ class TrackedParameters:
             if model is None:  # it was deleted
                 continue
             for name, param in model.named_parameters():
-                is_known = param in known_params or name in self._left_out  # left out because of the label None
-                is_expected = known_model.names is None or name in known_model.names or name in named
+                is_known = (
+                    param in known_params or name in self._left_out
+                )  # left out because of the label None
+                is_expected = (
+                    known_model.names is None or name in known_model.names or name in named
+                )
                 if is_expected and not is_known:
                     outside[name] = param
         return outside
@@ -602,7 +630,9 @@ def _params_of_fsdp2(module: nn.Module) -> list[Any]:
         return []
     state = cast("Any", module)._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # older versions of torch, such as 2.10, have one group, or None without parameters
+    if (
+        groups is None
+    ):  # older versions of torch, such as 2.10, have one group, or None without parameters
         groups = [state._fsdp_param_group]
     records: list[Any] = []
     for group in groups:
@@ -625,10 +655,14 @@ def _names_in(index: int, group: Group, name_of: Mapping[Tensor, str]) -> list[s
     params: list[Tensor] = list(group["params"])
     former_names: list[str] = list(group.get("param_names", ()))
     # The names belong to the tensors only if there is one for each, and each is of a parameter of the optimizer.
-    has_name_for_each = len(former_names) == len(params) and set(former_names) <= set(name_of.values())
+    has_name_for_each = len(former_names) == len(params) and set(former_names) <= set(
+        name_of.values()
+    )
     names: list[str] = []
     for position, param in enumerate(params):
-        if param in name_of:  # a known tensor has its name at any position, so that users can move it
+        if (
+            param in name_of
+        ):  # a known tensor has its name at any position, so that users can move it
             names.append(name_of[param])
         elif has_name_for_each:
             names.append(former_names[position])
@@ -760,19 +794,29 @@ class GradientCheck:
         check_real(named)
         self._parameters.check_frozen()
         without_gradient = tuple([name for name, gradient in gradients.items() if gradient is None])
-        outside = self._outside.find(named, without_gradient)  # parameters of the models, not of the optimizer
-        outside_with_gradient = {name: param for name, param in outside.items() if param.grad is not None}
-        has_no_gradient = len(without_gradient) == len(gradients)  # no parameter of the optimizer has one
+        outside = self._outside.find(
+            named, without_gradient
+        )  # parameters of the models, not of the optimizer
+        outside_with_gradient = {
+            name: param for name, param in outside.items() if param.grad is not None
+        }
+        has_no_gradient = len(without_gradient) == len(
+            gradients
+        )  # no parameter of the optimizer has one
         if has_no_gradient and outside_with_gradient:
             raise _only_outside(outside_with_gradient, len(named))
         self._warn_of_outside(outside_with_gradient)
-        if has_no_gradient and self._is_alone:  # over ranks, the step finds out whether another rank has one
+        if (
+            has_no_gradient and self._is_alone
+        ):  # over ranks, the step finds out whether another rank has one
             self.warn_of_none(named)
 
     def _warn_of_outside(self, with_gradient: NamedTensors) -> None:
         """Warn of parameters that have a gradient and are not in the optimizer, once for each of them."""
         # Without parameters of earlier warnings. A name is reported again if the model has another tensor for it now.
-        unreported = [name for name, param in with_gradient.items() if self._reported.get(name) is not param]
+        unreported = [
+            name for name, param in with_gradient.items() if self._reported.get(name) is not param
+        ]
         self._reported.update(with_gradient)
         if unreported:
             warn_caller(
@@ -831,7 +875,9 @@ class _OutsideParameters:
             without_gradient: the names of those that have no gradient. A parameter that was replaced in a model has
                 none, so other names are a reason for a new search.
         """
-        assignments = _registrations["assigned"]  # how many parameters and modules were assigned to any module
+        assignments = _registrations[
+            "assigned"
+        ]  # how many parameters and modules were assigned to any module
         changes = (without_gradient, self._parameters.version, assignments)
         if changes != self._last_changes or self._has_other_length():
             self._result = self._parameters.outside(named)
@@ -893,7 +939,9 @@ _registrations = Counter[str]()
 
 
 def _count_registration(*_: object) -> None:
-    if torch.compiler.is_compiling():  # a graph that reads the count would be compiled again whenever it changes
+    if (
+        torch.compiler.is_compiling()
+    ):  # a graph that reads the count would be compiled again whenever it changes
         return
     _registrations["assigned"] += 1
 

@@ -179,8 +179,12 @@ class TransformOptimizer(Optimizer):
 
     Example:
         >>> import muonfx as mfx
-        >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
-        >>> optimizer = TransformOptimizer(model, mfx.muon_with_adamw(1e-3, 4e-3, labels=mfx.default_labels(model)))
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8)
+        ... )
+        >>> optimizer = TransformOptimizer(
+        ...     model, mfx.muon_with_adamw(1e-3, 4e-3, labels=mfx.default_labels(model))
+        ... )
         >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
         [('muon', 0.001), ('adamw', 0.004)]
         >>> model(torch.arange(8)).square().sum().backward()
@@ -194,7 +198,9 @@ class TransformOptimizer(Optimizer):
     _settings: Settings  # options of the communication
     _steppings: list[Stepping]  # the one that the property `_stepping` returns
     _parameters: TrackedParameters  # the tensors that have state, and their positions in the models
-    _tracked_groups: TrackedGroups  # the param groups, from which each step reads the hyperparameters
+    _tracked_groups: (
+        TrackedGroups  # the param groups, from which each step reads the hyperparameters
+    )
     _gradient_check: GradientCheck
     _rate_check: OneRateCheck  # warns if a scheduler has given all groups one rate
     _rounding_check: RoundingCheck  # warns if rounding to bfloat16 or float16 removes updates
@@ -227,7 +233,9 @@ class TransformOptimizer(Optimizer):
         for group in groups:
             named.update(group["params"])
         if not named:
-            raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
+            raise ValueError(
+                "params: found no parameters; pass a model that has some, or model.named_parameters()"
+            )
         warn_of_empty_groups(groups, model)
         # 2. Find the transforms of each parameter. Frozen parameters, and those with the label None, have none.
         self._layout = _layout_for(named, layout)
@@ -265,7 +273,9 @@ class TransformOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for ``copy.deepcopy`` and pickle. Raise TypeError if the optimizer runs over ranks."""
         if self._stepping.is_over_ranks:
-            raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
+            raise TypeError(
+                "an optimizer over ranks cannot be copied: recreate it and load its state_dict()"
+            )
         self._adopt_edits()  # a copy does not have the earlier values by which edits are found
         attributes: dict[str, Any] = {
             "donate_grads": self.donate_grads,
@@ -275,10 +285,14 @@ class TransformOptimizer(Optimizer):
             "_settings": self._settings,
             "_rounding_check": self._rounding_check,
             "tx": self._stepping.tx,
-            "requested_entries": [tracked.numbers.requested_entries for tracked in self._tracked_groups.groups],
+            "requested_entries": [
+                tracked.numbers.requested_entries for tracked in self._tracked_groups.groups
+            ],
         }
         initial = self._current["initial"]
-        if initial is not None:  # before the first step: the leaves of the state that a copy may initialize again
+        if (
+            initial is not None
+        ):  # before the first step: the leaves of the state that a copy may initialize again
             attributes["initial_paths"] = initial.unwritten(self._current["state"])
         return {**super().__getstate__(), **attributes}
 
@@ -381,7 +395,9 @@ class TransformOptimizer(Optimizer):
         check_once([*named.items(), *pairs])  # no parameter is added twice
         frozen, unfrozen = divide_frozen(dict(pairs))
         if pairs and not unfrozen:
-            raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
+            raise ValueError(
+                f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group"
+            )
         stepping = self._extended_stepping(unfrozen, named)
         trained, _left_out = divide(unfrozen, stepping.rules)  # those left out have the label None
         if pairs and not trained:
@@ -408,7 +424,9 @@ class TransformOptimizer(Optimizer):
         all_params = {**earlier, **added}
         return self._stepping_for(tx, all_params, self._parameters.not_trained_params())
 
-    def _add_groups(self, stepping: Stepping, group: Group, pairs: NamedPairs, *, as_one: bool) -> None:
+    def _add_groups(
+        self, stepping: Stepping, group: Group, pairs: NamedPairs, *, as_one: bool
+    ) -> None:
         """Add a param group for named parameters to ``param_groups``, or one for each label.
 
         Args:
@@ -418,12 +436,16 @@ class TransformOptimizer(Optimizer):
             pairs: the names and the parameters.
             as_one: True to keep the parameters in one group if the labels have no different rates.
         """
-        entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        entries = {
+            key: value for key, value in group.items() if key not in ("params", "param_names")
+        }
         if not pairs:
             empty_group = {"label": None, "lr": 0.0, **entries, "params": [], "param_names": []}
             super().add_param_group(empty_group)
             return
-        self._callers_tensors.note(entries)  # to warn if the caller writes into a tensor of which groups have copies
+        self._callers_tensors.note(
+            entries
+        )  # to warn if the caller writes into a tensor of which groups have copies
         names = [name for name, _param in pairs]
         self._tracked_groups.warn_of_unread_entries(entries, names, stepping.rules)
         for new_group in new_groups(stepping, entries, pairs, as_one=as_one):
@@ -504,7 +526,9 @@ class TransformOptimizer(Optimizer):
         # of the optimizer, but an attribute that a method assigns would be its own, and the optimizer keep the former.
         self._steppings[:] = [stepping]
 
-    def _stepping_for(self, tx: Transform, named: NamedTensors, not_trained: NamedTensors) -> Stepping:
+    def _stepping_for(
+        self, tx: Transform, named: NamedTensors, not_trained: NamedTensors
+    ) -> Stepping:
         """Return the object that creates the state of the named parameters and steps on them.
 
         Args:
@@ -517,7 +541,13 @@ class TransformOptimizer(Optimizer):
 
         def create(trained: NamedTensors, others: NamedTensors) -> Stepping:
             return stepping_for(
-                tx, trained, others, self._layout, self._settings, self.bucket_bytes, self._callers_tensors
+                tx,
+                trained,
+                others,
+                self._layout,
+                self._settings,
+                self.bucket_bytes,
+                self._callers_tensors,
             )
 
         stepping = create(named, others)
@@ -579,7 +609,9 @@ class TransformOptimizer(Optimizer):
         named = self._named_params()
         params = {name: param.detach() for name, param in named.items()}
         grads = _gradients_of(named)
-        return self._stepping.snapshot(self._current["state"], params, grads, self._tracked_groups.groups)
+        return self._stepping.snapshot(
+            self._current["state"], params, grads, self._tracked_groups.groups
+        )
 
     def _create_state(self, stepping: Stepping) -> None:
         """Create a state for the parameters in the groups by ``stepping``, and use both from now on.
@@ -591,7 +623,9 @@ class TransformOptimizer(Optimizer):
         named = self._named_params()
         former: FormerState | None = None
         is_first = "state" not in self._current
-        if not is_first and not self._parameters.on_meta:  # on the meta device, a state has no values to keep
+        if (
+            not is_first and not self._parameters.on_meta
+        ):  # on the meta device, a state has no values to keep
             former = FormerState(self._stepping, self._current["state"])
         # In inference mode, as in Lightning's hooks of validation, new tensors could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -602,7 +636,9 @@ class TransformOptimizer(Optimizer):
         else:
             # A path names a leaf, such as ("momentum", "trace", "0.weight"). Only leaves of added parameters are new.
             added_paths = set(tree.paths(state)).difference(tree.paths(former.state))
-            initial = with_new_leaves(self._current["initial"], added_paths, named, state, former.state)
+            initial = with_new_leaves(
+                self._current["initial"], added_paths, named, state, former.state
+            )
         self._stepping = stepping
         self._current["state"] = state
         self._current["initial"] = initial
@@ -614,9 +650,13 @@ class TransformOptimizer(Optimizer):
         Some transforms copy or measure the parameters in ``init``. Tensors of the state that the caller has loaded or
         written are kept. All ranks must call this together.
         """
-        if torch.compiler.is_compiling():  # first: if a trace read the record, the second step would be compiled again
+        if (
+            torch.compiler.is_compiling()
+        ):  # first: if a trace read the record, the second step would be compiled again
             return
-        initial = self._current["initial"]  # has checksums of the weights and of the tensors of the state
+        initial = self._current[
+            "initial"
+        ]  # has checksums of the weights and of the tensors of the state
         if initial is None:  # a step was made
             return
         # Not from the groups, which may have been edited since: there, a name may be at the position of another tensor.
@@ -641,7 +681,9 @@ class TransformOptimizer(Optimizer):
         Over ranks, do nothing: the first step does it, together with all ranks.
         """
         # In this order: if a trace read the record, the second step would be compiled again.
-        is_before_first_step = not torch.compiler.is_compiling() and self._current["initial"] is not None
+        is_before_first_step = (
+            not torch.compiler.is_compiling() and self._current["initial"] is not None
+        )
         if is_before_first_step and not self._is_over_ranks(self._tracked_groups.named):
             self._update_initial_state()
 
@@ -655,7 +697,9 @@ class TransformOptimizer(Optimizer):
             self.state[param] = {}
         state = self._current["state"]
         entries = StateEntries(state, named)  # finds the parameter and the key of each tensor
-        entries.update(self.state, state, self._stepping.show)  # `show` converts a tensor to a DTensor, over ranks
+        entries.update(
+            self.state, state, self._stepping.show
+        )  # `show` converts a tensor to a DTensor, over ranks
         self._current["entries"] = entries
 
     def _adopt_state(self) -> None:
@@ -664,7 +708,9 @@ class TransformOptimizer(Optimizer):
         The steps read that state, and ``optimizer.state`` only shows its tensors.
         """
         entries = self._current["entries"]  # what the optimizer has put into `optimizer.state`
-        if self._current["initial"] is not None:  # before the first step, which keeps tensors that were written
+        if (
+            self._current["initial"] is not None
+        ):  # before the first step, which keeps tensors that were written
             entries.count_writes()
         if entries.is_edited(self.state):
             self._copy_edits(entries)
@@ -680,17 +726,23 @@ class TransformOptimizer(Optimizer):
         named = self._tracked_groups.named
         # 1. Read and check all edits.
         entries_of = entries_by_name(entries, self.state, self._groups)
-        removed_names = [name for name in named if entries.leaves_of[name] and name not in entries_of]
+        removed_names = [
+            name for name in named if entries.leaves_of[name] and name not in entries_of
+        ]
         assigned_values = read_assigned(entries, entries_of, self._stepping)
         initial_values = self._initial_values_of(removed_names, named)
         # 2. Copy their values.
         state = self._current["state"]
         with torch.no_grad():
             self._stepping.assign(assigned_values + initial_values, state)
-        if initial_values:  # if weights are loaded before the next step, it initializes these leaves again
+        if (
+            initial_values
+        ):  # if weights are loaded before the next step, it initializes these leaves again
             paths = tree.paths(state)
             initial_paths = {paths[load.leaf_index] for load in initial_values}
-            self._current["initial"] = with_new_leaves(self._current["initial"], initial_paths, named, state, state)
+            self._current["initial"] = with_new_leaves(
+                self._current["initial"], initial_paths, named, state, state
+            )
         self._show_all(named)
         warn_of_shared(entries, removed_names)
 
@@ -777,7 +829,9 @@ class TransformOptimizer(Optimizer):
     def _must_move_over_ranks(self, current_params: NamedTensors) -> bool:
         """Return True if all ranks must move the state together, such as after ``fully_shard(model)``."""
         replaced = self._parameters.replaced(current_params)
-        must_move = not self._parameters.have_same_placement(replaced)  # to another device, or sharded in another way
+        must_move = not self._parameters.have_same_placement(
+            replaced
+        )  # to another device, or sharded in another way
         return must_move and self._is_over_ranks(current_params)
 
     def _follow_groups(self) -> NamedTensors:
@@ -858,7 +912,9 @@ class TransformOptimizer(Optimizer):
         For example, if a parameter cannot be added, the optimizer has the groups that it had before.
         """
         tracked_groups = self._tracked_groups.groups
-        entries_per_group = [dict(group) for group in self._groups]  # copies, because a block changes the dicts
+        entries_per_group = [
+            dict(group) for group in self._groups
+        ]  # copies, because a block changes the dicts
         try:
             yield
         except BaseException:
@@ -905,28 +961,40 @@ class TransformOptimizer(Optimizer):
         return self._step(closure, extras)
 
     @uncompiled
-    def _step_outside_the_graph(self, closure: Callable[[], Any] | None, extras: dict[str, Any]) -> Any:
+    def _step_outside_the_graph(
+        self, closure: Callable[[], Any] | None, extras: dict[str, Any]
+    ) -> Any:
         """Run a step in a compiled function, between two graphs: ranks communicate, which a graph cannot contain."""
         return self._step(closure, extras)
 
     def _step(self, closure: Callable[[], Any] | None, extras: dict[str, Any]) -> Any:
         """Run a step and return the result of the closure."""
         loss: Any = None
-        with self._stepping.errors_on_all_ranks():  # the other ranks would wait for one that raises alone
+        with (
+            self._stepping.errors_on_all_ranks()
+        ):  # the other ranks would wait for one that raises alone
             if closure is not None:
                 loss = _evaluate(closure)
-            if not torch.compiler.is_compiling():  # a traced graph is valid for the current parameters only
+            if (
+                not torch.compiler.is_compiling()
+            ):  # a traced graph is valid for the current parameters only
                 self._use_replacements(is_in_step=True)
         # Again, because `_stepping` may be another object now: over ranks, if the parameters have become DTensors.
         with self._stepping.errors_on_all_ranks():
             params, gradients = self._prepare_step()
         self._update_initial_state()  # before the first step
-        donate = Donation(updates=self.donate_grads, state=True)  # the step may overwrite these tensors
+        donate = Donation(
+            updates=self.donate_grads, state=True
+        )  # the step may overwrite these tensors
         call = Arguments(gradients, self._current["state"], params, donate, extras)
         state = self._stepping.step(call)
         self._current["state"] = state
-        self._current["initial"] = None  # weights that are loaded from now on do not change the state
-        self._current["entries"].update(self.state, state, self._stepping.show)  # `optimizer.state` shows it
+        self._current["initial"] = (
+            None  # weights that are loaded from now on do not change the state
+        )
+        self._current["entries"].update(
+            self.state, state, self._stepping.show
+        )  # `optimizer.state` shows it
         if self._stepping.has_lacked_gradients:
             self._gradient_check.warn_of_none(params)
         return loss
@@ -996,7 +1064,9 @@ class TransformOptimizer(Optimizer):
         ``index_of`` has the index of each parameter. Entries that a user has put into ``optimizer.state`` under other
         keys than parameters keep their keys.
         """
-        state_by_index = {index_of.get(param, param): entries for param, entries in self.state.items()}
+        state_by_index = {
+            index_of.get(param, param): entries for param, entries in self.state.items()
+        }
         saved_state = _unshared(state_by_index)
         self._add_exported(saved_state)
         return saved_state
@@ -1024,7 +1094,9 @@ class TransformOptimizer(Optimizer):
         For example, `normalize_neurons` keeps state on the rank that computes the update of a matrix. All ranks save
         it. ``saved_state`` is ``{0: {"momentum.trace": tensor}}`` for the first parameter.
         """
-        exported = self._stepping.exported(self._current["state"])  # such tensors by their index in the state
+        exported = self._stepping.exported(
+            self._current["state"]
+        )  # such tensors by their index in the state
         if not exported:  # always in one process
             return
         leaves_of = self._current["entries"].leaves_of  # by parameter and key
@@ -1033,7 +1105,9 @@ class TransformOptimizer(Optimizer):
                 if leaf.index in exported:
                     saved_state[param_index][key] = exported[leaf.index]
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Rename | None = None) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, rename: Rename | None = None
+    ) -> None:
         """Copy the values of a `state_dict` into the state and the groups of this optimizer.
 
         Parameters are matched by name, ignoring the prefixes of ``torch.compile``, ``DistributedDataParallel`` and
@@ -1069,8 +1143,12 @@ class TransformOptimizer(Optimizer):
         groups = self._tracked_groups.groups
         entries = self._current["entries"]  # what `optimizer.state` shows
         with self._stepping.loading():
-            not_trained = self._parameters.not_trained()  # walks through the models, which may raise
-            to_load = read_state_dict(state_dict, self._stepping, groups, entries, rename, not_trained)
+            not_trained = (
+                self._parameters.not_trained()
+            )  # walks through the models, which may raise
+            to_load = read_state_dict(
+                state_dict, self._stepping, groups, entries, rename, not_trained
+            )
         self._stepping.require_same_on_all_ranks(to_load.without_state)
         with torch.no_grad():
             self._stepping.load(to_load.loads, self._current["state"])
@@ -1099,7 +1177,9 @@ class TransformOptimizer(Optimizer):
 
         `muonfx.checkpoint.save` stores them, and `load_transform_state` reads them.
 
-        >>> optimizer = TransformOptimizer({"w": torch.nn.Parameter(torch.ones(2))}, mfx.scale_by_learning_rate(0.1))
+        >>> optimizer = TransformOptimizer(
+        ...     {"w": torch.nn.Parameter(torch.ones(2))}, mfx.scale_by_learning_rate(0.1)
+        ... )
         >>> optimizer.saved_groups()[0]["lr"], optimizer.saved_groups()[0]["param_names"]
         (0.1, ['w'])
         """
@@ -1107,7 +1187,9 @@ class TransformOptimizer(Optimizer):
         self._tracked_groups.synchronize()
         return [self._saved_group(tracked) for tracked in self._tracked_groups.groups]
 
-    def load_transform_state(self, state: PyTree, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+    def load_transform_state(
+        self, state: PyTree, groups: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
         """Copy a state, such as `muonfx.checkpoint.load` or a converter returns, into the state of this optimizer.
 
         Over ranks, all ranks must call this together. The dtypes of this optimizer's state do not change.
@@ -1138,7 +1220,9 @@ class TransformOptimizer(Optimizer):
         matched_groups: list[Group | None] | None = None
         if groups is not None:
             tracked_groups = self._tracked_groups.groups
-            matched_groups = read_groups(groups, self.tx, tracked_groups, self._parameters.not_trained())
+            matched_groups = read_groups(
+                groups, self.tx, tracked_groups, self._parameters.not_trained()
+            )
         current_state = self.transform_state
         state = checked_state(state, current_state)
         # All checks have passed: overwrite the tensors of the state, then the entries of the groups.
@@ -1148,7 +1232,9 @@ class TransformOptimizer(Optimizer):
             source = "param_groups: the loaded state"
             self._load_groups(matched_groups, source)
             # Last, because a warning may be turned into an error, and the load must be complete then.
-            other_chain = chain_warning(source, self._stepping, self._tracked_groups.groups, matched_groups)
+            other_chain = chain_warning(
+                source, self._stepping, self._tracked_groups.groups, matched_groups
+            )
             if other_chain is not None:
                 warn_caller(other_chain)
 
@@ -1159,10 +1245,14 @@ class TransformOptimizer(Optimizer):
             saved_groups: the saved group of each group, or None if there is none.
             source: the beginning of the warning, such as "load_state_dict: the state dict".
         """
-        lines: list[str] = []  # such as "group 'muon', lr: 0.1 in the file, 0.2 in the code; the file's is used"
+        lines: list[
+            str
+        ] = []  # such as "group 'muon', lr: 0.1 in the file, 0.2 in the code; the file's is used"
         for tracked, saved_group in zip(self._tracked_groups.groups, saved_groups, strict=True):
             if saved_group is not None:
-                lines += differences(self.tx, tracked, saved_group)  # before the update, which removes them
+                lines += differences(
+                    self.tx, tracked, saved_group
+                )  # before the update, which removes them
                 tracked.group.update(entries_to_load(self.tx, tracked, saved_group))
         # Read them now: a scheduler may write "momentum" before the next step, which must not differ from new "betas".
         self._tracked_groups.synchronize()
@@ -1176,7 +1266,9 @@ def _without_sharding(tx: Transform, layout: LayoutLike) -> tuple[Transform, Lay
     if not isinstance(tx, Sharded):
         return tx, layout, Settings()
     if layout is not None:
-        raise TypeError(f"layout: tx is sharded already, over {tx.arguments['layout']!r}; leave layout out")
+        raise TypeError(
+            f"layout: tx is sharded already, over {tx.arguments['layout']!r}; leave layout out"
+        )
     return tx.arguments["tx"], tx.arguments["layout"], settings_of(tx)
 
 
@@ -1243,7 +1335,9 @@ def _unshared(state: Mapping[Any, Any]) -> dict[Any, Any]:
             continue
         unshared[index] = {}
         for key, leaf in entries.items():
-            if id(leaf) in ids_so_far and isinstance(leaf, Tensor):  # an earlier parameter has the same tensor object
+            if id(leaf) in ids_so_far and isinstance(
+                leaf, Tensor
+            ):  # an earlier parameter has the same tensor object
                 leaf = leaf.clone()
             ids_so_far.add(id(leaf))
             unshared[index][key] = leaf
@@ -1259,6 +1353,10 @@ def _require_one_model(tx: Transform) -> None:
     if not has_dims:  # all numbers are floats, or tensors of one element
         return
     try:
-        check_numbers(tx)  # accepts only tensors with dims that one model needs, such as a schedule's table of rates
+        check_numbers(
+            tx
+        )  # accepts only tensors with dims that one model needs, such as a schedule's table of rates
     except ValueError as error:
-        raise ValueError(f"tx: {error}, with tx.init and tx.update, because an optimizer trains one model") from None
+        raise ValueError(
+            f"tx: {error}, with tx.init and tx.update, because an optimizer trains one model"
+        ) from None

@@ -48,11 +48,15 @@ def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
         for name in visited.param_names:
             indices_of.setdefault(name, []).append(index)
     rules: dict[str, UpdateRule] = {}
-    rule_of_indices: dict[tuple[int, ...], UpdateRule] = {}  # many parameters have the same indices, and so one rule
+    rule_of_indices: dict[
+        tuple[int, ...], UpdateRule
+    ] = {}  # many parameters have the same indices, and so one rule
     for name, index_list in indices_of.items():
         indices = tuple(index_list)
         if indices not in rule_of_indices:
-            rule_of_indices[indices] = _update_rule(name, indices, [visits[index] for index in indices])
+            rule_of_indices[indices] = _update_rule(
+                name, indices, [visits[index] for index in indices]
+            )
         rules[name] = rule_of_indices[indices]
     return rules
 
@@ -84,7 +88,9 @@ def _leaves_out(visited: Visit, name: str) -> bool:
     for call in visited.calls:
         if name in call.param_names:  # this inner transform updates the parameter
             return False
-        is_partition = is_partition or call.label is not None  # only a partition calls transforms by label
+        is_partition = (
+            is_partition or call.label is not None
+        )  # only a partition calls transforms by label
     return is_partition  # a partition that gives the parameter to none of its transforms
 
 
@@ -161,7 +167,9 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
     repeated_keys = _repeated([visited.numbers.keys for visited in visits])  # names without labels
     hyperparams: list[Hyperparam] = []
     for visited in visits:
-        hyperparams += _hyperparams_of_transform(visited.numbers, repeated_short_names, repeated_keys)
+        hyperparams += _hyperparams_of_transform(
+            visited.numbers, repeated_short_names, repeated_keys
+        )
     return hyperparams
 
 
@@ -203,7 +211,9 @@ def _hyperparams_of_transform(
     return hyperparams
 
 
-def pairs_by_rule(pairs: Iterable[tuple[str, Tensor]], rules: UpdateRules) -> dict[UpdateRule, NamedPairs]:
+def pairs_by_rule(
+    pairs: Iterable[tuple[str, Tensor]], rules: UpdateRules
+) -> dict[UpdateRule, NamedPairs]:
     """Divide (name, tensor) pairs by rule, in the order of groups: Muon's, Adam's, then others."""
     pairs_of: dict[UpdateRule, NamedPairs] = {}
     for name, param in pairs:
@@ -226,7 +236,9 @@ def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperp
         return rules[0].hyperparams
     hyperparams: list[Hyperparam] = []
     for key, hyperparam_of_label_key in common_keys(rules).items():
-        distinct = list(dict.fromkeys(hyperparam_of_label_key.values()))  # once, if rules have a transform in common
+        distinct = list(
+            dict.fromkeys(hyperparam_of_label_key.values())
+        )  # once, if rules have a transform in common
         is_one_transform = len(distinct) == 1
         is_common_value = key in group and _have_one_form(distinct)
         if is_one_transform or is_common_value:
@@ -264,7 +276,9 @@ def common_keys(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]
     common: dict[str, dict[str, Hyperparam]] = {}
     for rule in rules:
         for hyperparam in rule.hyperparams:
-            if hyperparam.is_mirror:  # such as Adam's "momentum", which repeats the first of "betas"
+            if (
+                hyperparam.is_mirror
+            ):  # such as Adam's "momentum", which repeats the first of "betas"
                 continue
             key = hyperparam.key
             hyperparam_of_label_key = common.setdefault(key, {})

@@ -18,7 +18,9 @@ def require_tensors(state: PyTree) -> None:
     """Raise TypeError if a leaf of a new state is no tensor: a state dict would have it, but it could not be loaded."""
     for index, leaf in enumerate(tree.leaves(state)):
         if leaf is not None and not isinstance(leaf, Tensor):  # None: only another rank has it
-            name = tree.names(state)[index]  # only for the error, because an optimizer of many leaves makes many names
+            name = tree.names(state)[
+                index
+            ]  # only for the error, because an optimizer of many leaves makes many names
             raise TypeError(
                 f"state: {name!r} is of type {type(leaf).__name__}, expected a tensor, so that it can be saved and "
                 "loaded: use torch.tensor(0) for a count, and a dict or a NamedTuple for a group of tensors"
@@ -53,7 +55,10 @@ def _copy_into(leaf: Tensor, value: Tensor) -> None:
     # Not into the DTensor: torch would not count the write for the tensor of the state, which is the local one.
     local_leaf = local_of(leaf)
     local_value = local_of(value)
-    is_itself = local_leaf.data_ptr() == local_value.data_ptr() and local_leaf.stride() == local_value.stride()
+    is_itself = (
+        local_leaf.data_ptr() == local_value.data_ptr()
+        and local_leaf.stride() == local_value.stride()
+    )
     if not is_itself:
         local_leaf.copy_(local_value)
 
@@ -66,10 +71,18 @@ def _require_copyable(state: PyTree, expected: PyTree) -> None:
 
     Either only one of them is a DTensor, or the leaf is on the meta device, and has no values.
     """
-    for (name, leaf), expected_leaf in zip(tree.named_leaves(state), tree.leaves(expected), strict=True):
+    for (name, leaf), expected_leaf in zip(
+        tree.named_leaves(state), tree.leaves(expected), strict=True
+    ):
         if is_dtensor(leaf) and not is_dtensor(expected_leaf):
-            raise ValueError(f"state: {name!r} is a DTensor, expected a plain tensor, {_AS_IN_STATE}")
+            raise ValueError(
+                f"state: {name!r} is a DTensor, expected a plain tensor, {_AS_IN_STATE}"
+            )
         if is_dtensor(expected_leaf) and not is_dtensor(leaf):
-            raise ValueError(f"state: {name!r} is a plain tensor, expected a DTensor, {_AS_IN_STATE}")
+            raise ValueError(
+                f"state: {name!r} is a plain tensor, expected a DTensor, {_AS_IN_STATE}"
+            )
         if leaf is not None and local_of(leaf).is_meta:  # None: only another rank has it
-            raise ValueError(f"state: {name!r} is on the meta device, expected a tensor with values")
+            raise ValueError(
+                f"state: {name!r} is on the meta device, expected a tensor with values"
+            )

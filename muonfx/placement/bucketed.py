@@ -77,7 +77,9 @@ class StateParameters:
 
 
 @stand_in
-def in_buckets(tx: Transform, bucket_bytes: int, buckets: list[list[str]], state_parameters: StateParameters):
+def in_buckets(
+    tx: Transform, bucket_bytes: int, buckets: list[list[str]], state_parameters: StateParameters
+):
     """Return a transform that runs ``tx`` on a bucket of parameters at a time, to bound its temporary memory.
 
     ``tx`` must work leaf by leaf. The state stays in memory as a whole. The decorator `stand_in` makes a transform like
@@ -92,7 +94,14 @@ def in_buckets(tx: Transform, bucket_bytes: int, buckets: list[list[str]], state
     """
     names_in_buckets = sorted(itertools.chain.from_iterable(buckets))
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: Any,
+    ):
         """Run ``tx`` on one bucket of parameters after another, such as first on "q" and "k", then on "mlp"."""
         current_buckets = buckets  # of the usual parameters
         has_other_params = sorted(_leaves_by_name(params)) != names_in_buckets
@@ -103,7 +112,9 @@ def in_buckets(tx: Transform, bucket_bytes: int, buckets: list[list[str]], state
         if len(current_buckets) <= 1:
             return tx.run(updates, state, params, donate=donate, **extras)
         # 2. A tensor of the state has no parameter, so it is in no bucket.
-        parameters = state_parameters.of(state, updates)  # for each leaf of the state, the parameter's name
+        parameters = state_parameters.of(
+            state, updates
+        )  # for each leaf of the state, the parameter's name
         if not can_be_divided(state, parameters):
             return tx.run(updates, state, params, donate=donate, **extras)
         # 3. Several buckets.
@@ -141,13 +152,24 @@ def in_store(tx: Transform, store: Store, state_parameters: StateParameters):
             return tx.functions.init(params)
         return init_in_store(store, tx.functions.init, params)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: Any,
+    ):
         """Run ``tx`` bucket by bucket. The next state is in the store again."""
-        parameters = state_parameters.of(state, updates)  # for each leaf of the state, the parameter's name
+        parameters = state_parameters.of(
+            state, updates
+        )  # for each leaf of the state, the parameter's name
         buckets = [tree.names(updates)]
         if can_be_divided(state, parameters):  # a sum over all leaves, for example, is in no bucket
             sizes = sizes_of(_leaves_by_name(updates), state, parameters)
-            buckets = split_into_buckets(sizes, store.bucket_bytes) or [[]]  # `tx` runs once without updates
+            buckets = split_into_buckets(sizes, store.bucket_bytes) or [
+                []
+            ]  # `tx` runs once without updates
         call = Arguments(updates, state, params, donate, extras)
         return _run_in_buckets(tx, call, store, parameters, buckets)
 
@@ -173,9 +195,18 @@ def whole_in_store(tx: Transform, store: Store, state_parameters: StateParameter
             _warn_of_whole_state(tx, nbytes)
         return store_away(store, device, state, parameters)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: Any,
+    ):
         """Run ``tx`` with all parameters in one bucket. The next state is in the store again."""
-        parameters = state_parameters.of(state, updates)  # for each leaf of the state, the parameter's name
+        parameters = state_parameters.of(
+            state, updates
+        )  # for each leaf of the state, the parameter's name
         call = Arguments(updates, state, params, donate, extras)
         return _run_in_buckets(tx, call, store, parameters, [tree.names(updates)])
 
@@ -210,7 +241,9 @@ def skippable(tx: Transform):
 
 
 @stand_in
-def with_own_state_in_store(tx: Transform, division: StateDivision, store: Store, state_parameters: StateParameters):
+def with_own_state_in_store(
+    tx: Transform, division: StateDivision, store: Store, state_parameters: StateParameters
+):
     """Run a wrapper, a transform that calls others, such as `accumulate`. Its own state is in a store between steps.
 
     Its own state is the part of its state that belongs to none of its inner transforms, such as a sum of gradients. It
@@ -224,13 +257,24 @@ def with_own_state_in_store(tx: Transform, division: StateDivision, store: Store
         device = device_of(params)
         if device.type == "meta":
             return state
-        own_state, inner_states = division.split(state)  # such as the sum of gradients, and the state of Muon
+        own_state, inner_states = division.split(
+            state
+        )  # such as the sum of gradients, and the state of Muon
         stored_own_state = store_away(store, device, own_state, parameters_of(own_state, params))
         return division.merge(stored_own_state, inner_states)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: Any,
+    ):
         """Load the wrapper's own state, run ``tx``, and write this state back to the store."""
-        own_state, inner_states = division.split(state)  # such as the sum of gradients, and the state of Muon
+        own_state, inner_states = division.split(
+            state
+        )  # such as the sum of gradients, and the state of Muon
         device = device_of(updates, params)
         parameters = state_parameters.of(own_state, updates)  # for each leaf, the parameter's name
         all_names = tree.names(updates)
@@ -273,7 +317,10 @@ class StateDivision(NamedTuple):
     def of(cls, tx: Transform, params: PyTree) -> StateDivision:
         """Find out which parts of a wrapper's state belong to inner transforms. Meta tensors suffice as `params`."""
         leaves, treedef = tree.flatten(record_calls(tx, params).state)
-        return cls(treedef, tuple([index for index, leaf in enumerate(leaves) if isinstance(leaf, Placeholder)]))
+        return cls(
+            treedef,
+            tuple([index for index, leaf in enumerate(leaves) if isinstance(leaf, Placeholder)]),
+        )
 
     def split(self, state: PyTree) -> tuple[PyTree, list[PyTree]]:
         """Split a wrapper's state. Return its own part, and a list with the state of each inner transform.
@@ -298,7 +345,11 @@ class StateDivision(NamedTuple):
 
 
 def _run_in_buckets(
-    tx: Transform, call: Arguments, store: Store, parameters: Sequence[str | None], buckets: Sequence[Sequence[str]]
+    tx: Transform,
+    call: Arguments,
+    store: Store,
+    parameters: Sequence[str | None],
+    buckets: Sequence[Sequence[str]],
 ) -> tuple[PyTree, PyTree]:
     """Run a transform for each bucket of parameters in turn. Return all updates and the whole next state.
 
@@ -307,7 +358,9 @@ def _run_in_buckets(
     neither. ``parameters`` has the name of the parameter of each leaf of the state.
     """
     leaves, treedef = tree.flatten(call.updates)
-    index_of = {name: index for index, name in enumerate(tree.names(call.updates))}  # of an update among the leaves
+    index_of = {
+        name: index for index, name in enumerate(tree.names(call.updates))
+    }  # of an update among the leaves
     new_leaves: list[Any] = [None] * len(leaves)
     device = device_of(call.updates, call.params)
     may_write = call.donate.updates
@@ -315,7 +368,9 @@ def _run_in_buckets(
         for bucket_index, bucket in enumerate(buckets):
             indices = [index_of[name] for name in bucket]
             bucket_updates = tree.unflatten(treedef, _only(leaves, indices))
-            results = bucketed.run(bucket_index, tx.run, bucket_updates, call.params, call.extras, may_write=may_write)
+            results = bucketed.run(
+                bucket_index, tx.run, bucket_updates, call.params, call.extras, may_write=may_write
+            )
             result_leaves = tree.leaves(results)
             for index in indices:
                 new_leaves[index] = result_leaves[index]

@@ -42,7 +42,9 @@ def split_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
             buckets.append([])
             free_bytes = limit
         buckets[-1].append(name)
-        free_bytes -= size  # negative after an item above the limit, so that the next item is not added
+        free_bytes -= (
+            size  # negative after an item above the limit, so that the next item is not added
+        )
     return buckets
 
 
@@ -59,7 +61,9 @@ def can_be_divided(state: PyTree, parameters: Sequence[str | None]) -> bool:
     return True
 
 
-def sizes_of(names: Iterable[str], state: PyTree, parameters: Sequence[str | None]) -> dict[str, int]:
+def sizes_of(
+    names: Iterable[str], state: PyTree, parameters: Sequence[str | None]
+) -> dict[str, int]:
     """Return a dict with the bytes of optimizer state that are offloaded for each of the named parameters.
 
     `parameters` has the name of each leaf's parameter. For a parameter "w" with two moments of 4 KiB and a 0-d step
@@ -72,7 +76,9 @@ def sizes_of(names: Iterable[str], state: PyTree, parameters: Sequence[str | Non
     return sizes
 
 
-def store_away(store: Store, device: torch.device, state: PyTree, parameters: Sequence[str | None]) -> PyTree:
+def store_away(
+    store: Store, device: torch.device, state: PyTree, parameters: Sequence[str | None]
+) -> PyTree:
     """Copy the tensors of a state to host memory or disk (the store). Return the state with these copies.
 
     In the state ``{"count": tensor(3), "trace": {"w": tensor}}`` of the parameter "w", the trace is copied. 0-d tensors
@@ -89,7 +95,9 @@ def store_away(store: Store, device: torch.device, state: PyTree, parameters: Se
     return tree.unflatten(treedef, leaves)
 
 
-def stored_again(store: Store, device: torch.device, old_state: PyTree, new_state: PyTree) -> PyTree:
+def stored_again(
+    store: Store, device: torch.device, old_state: PyTree, new_state: PyTree
+) -> PyTree:
     """Return a new state, with each tensor in the store (host memory or a disk) that was there in the old state.
 
     A step may replace a tensor of the store by one on the device, such as the result of `torch.where` of the old and
@@ -100,14 +108,18 @@ def stored_again(store: Store, device: torch.device, old_state: PyTree, new_stat
     indices: list[int] = []  # of the leaves to copy
     for index, (old_leaf, new_leaf) in enumerate(zip(old_leaves, new_leaves, strict=True)):
         # A tensor that was on the device before, such as a step count, stays there.
-        was_stored = isinstance(old_leaf, Tensor) and old_leaf.ndim > 0 and store.has(old_leaf, device)
+        was_stored = (
+            isinstance(old_leaf, Tensor) and old_leaf.ndim > 0 and store.has(old_leaf, device)
+        )
         if was_stored and not store.has(new_leaf, device):
             indices.append(index)
     _store_leaves(store, device, new_leaves, indices)
     return tree.unflatten(treedef, new_leaves)
 
 
-def _store_leaves(store: Store, device: torch.device, leaves: list[Any], indices: Sequence[int]) -> None:
+def _store_leaves(
+    store: Store, device: torch.device, leaves: list[Any], indices: Sequence[int]
+) -> None:
     """Replace the leaves with the given indices, in the list, by copies in the store."""
     # All are allocated in one call, because on a disk they share one file.
     targets = store.allocate([tree.spec(leaves[index]) for index in indices], device)
@@ -128,7 +140,9 @@ def init_in_store(store: Store, init: Callable[[PyTree], PyTree], params: PyTree
     sizes = sizes_of(tree.names(params), meta_state, parameters_of(meta_state, params))
     # 2. The state. Without parameters, there is one bucket without names, so that `init` is called once.
     buckets = split_into_buckets(sizes, store.bucket_bytes) or [[]]
-    return init_in_buckets(store, buckets, params, lambda bucket: init(_on_meta_outside(bucket, params)))
+    return init_in_buckets(
+        store, buckets, params, lambda bucket: init(_on_meta_outside(bucket, params))
+    )
 
 
 def _on_meta_outside(bucket: Sequence[str], params: PyTree) -> PyTree:
@@ -144,7 +158,10 @@ def _on_meta_outside(bucket: Sequence[str], params: PyTree) -> PyTree:
 
 
 def init_in_buckets(
-    store: Store, buckets: Sequence[Sequence[str]], params: PyTree, init: Callable[[Sequence[str]], PyTree]
+    store: Store,
+    buckets: Sequence[Sequence[str]],
+    params: PyTree,
+    init: Callable[[Sequence[str]], PyTree],
 ) -> PyTree:
     """Call ``init`` once for each bucket of parameters. Return the whole state, in host memory or on disk (the store).
 
@@ -224,7 +241,9 @@ class BucketedState:
         """
         self._donate = donate
         self._leaves, self._treedef = tree.flatten(state)
-        self._new_leaves = list(self._leaves)  # a leaf whose parameter is in no bucket stays as it is
+        self._new_leaves = list(
+            self._leaves
+        )  # a leaf whose parameter is in no bucket stays as it is
         # The indices of the leaves without a parameter, which every bucket updates.
         self._counters = [index for index, parameter in enumerate(parameters) if parameter is None]
         # For each bucket, the indices of its leaves that move, and of those that stay on the device.
@@ -252,7 +271,9 @@ class BucketedState:
                 stored_buckets.append([self._leaves[index] for index in moving])
             self._transfer = BucketTransfer(device, stored_buckets, on_disk=store.on_disk)
 
-    def _allocate_targets(self, store: Store, device: torch.device, indices: Sequence[int]) -> dict[int, Tensor]:
+    def _allocate_targets(
+        self, store: Store, device: torch.device, indices: Sequence[int]
+    ) -> dict[int, Tensor]:
         """Return, by index, the tensor in the store to which the new value of each of these leaves is written.
 
         A donated leaf in the store is overwritten. One that is not donated, or was loaded from a checkpoint and is not
@@ -288,7 +309,9 @@ class BucketedState:
         if self.may_write_state and caller_keeps_state:
             _copy_tensors(leaves, self._staying[bucket_index])
         if self.may_write_state and (caller_keeps_state or not is_last_bucket):
-            _copy_tensors(leaves, self._counters)  # such as the step count: each bucket advances it from the same value
+            _copy_tensors(
+                leaves, self._counters
+            )  # such as the step count: each bucket advances it from the same value
         # 2. The leaves that move are loaded, so they are copies already.
         if self._transfer is not None:
             loaded = self._transfer.fetch(bucket_index)
@@ -320,7 +343,9 @@ class BucketedState:
         transfer = self._transfer
         if transfer is None:  # nothing was loaded, so there are no buffers
             return updates
-        return tree.map(lambda update: update.clone() if transfer.holds(update) else update, updates)
+        return tree.map(
+            lambda update: update.clone() if transfer.holds(update) else update, updates
+        )
 
     def run(
         self,
@@ -337,7 +362,9 @@ class BucketedState:
         Return the bucket's new updates. With `may_write`, `update` may overwrite the `updates` that it receives.
         """
         donate = Donation(updates=may_write, state=self.may_write_state)
-        new_updates, new_state = update(updates, self.load(bucket_index), params, donate=donate, **extras)
+        new_updates, new_state = update(
+            updates, self.load(bucket_index), params, donate=donate, **extras
+        )
         self.write_back(bucket_index, new_state)
         # An update may be a part of the state, in a buffer that a later bucket overwrites. It is copied.
         return self.copied_from_buffers(new_updates)
@@ -363,7 +390,9 @@ def _copy_tensors(leaves: list[Any], indices: Sequence[int]) -> None:
             leaves[index] = leaves[index].clone()
 
 
-def _leaves_of_buckets(parameters: Sequence[str | None], buckets: Sequence[Sequence[str]]) -> list[list[int]]:
+def _leaves_of_buckets(
+    parameters: Sequence[str | None], buckets: Sequence[Sequence[str]]
+) -> list[list[int]]:
     """Return, for each bucket, the indices of the leaves of a state that belong to its parameters.
 
     `parameters` has the name of each leaf's parameter. Here the leaf of "frozen", and one without a parameter, are in

@@ -126,7 +126,14 @@ def offload(
         return placed(tx, params).functions.init(params)
 
     @torch.no_grad()
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: Any,
+    ):
         """Run ``tx`` with its state in host memory or on disk (the store), and write the new state there.
 
         If the disk has no room for the new state, this raises OSError before anything is changed.
@@ -138,7 +145,9 @@ def offload(
             )
         shaped_like_params = updates if params is None else params
         require_room(store, state, shaped_like_params, donate)
-        tx_with_stored_state = placed(tx, shaped_like_params)  # loads and stores the state, bucket by bucket
+        tx_with_stored_state = placed(
+            tx, shaped_like_params
+        )  # loads and stores the state, bucket by bucket
         return tx_with_stored_state.run(updates, state, params, donate=donate, **extras)
 
     return init, update

@@ -129,7 +129,10 @@ def execution_of(visited: Visit) -> str:
     >>> import muonfx as mfx
     >>> import torch
     >>> params = {"w": torch.zeros(2, 2)}
-    >>> execution_of(root_visit(mfx.momentum(), params)), execution_of(root_visit(mfx.orthogonalize(), params))
+    >>> (
+    ...     execution_of(root_visit(mfx.momentum(), params)),
+    ...     execution_of(root_visit(mfx.orthogonalize(), params)),
+    ... )
     ('elementwise', 'matrix stage')
     """
     # 1. A transform that calls others.
@@ -176,13 +179,18 @@ def _execution_at(visited: Visit, where: Where) -> str:
 def _run_together(execution_of_member: Mapping[K, str]) -> list[list[K]]:
     """Group neighbouring members of a chain that run together: leaf by leaf, or on the same gathered matrices.
 
-    >>> _run_together({"clip": "sum over leaves", "momentum": "leaf by leaf", "scale": "leaf by leaf"})
+    >>> _run_together(
+    ...     {"clip": "sum over leaves", "momentum": "leaf by leaf", "scale": "leaf by leaf"}
+    ... )
     [['clip'], ['momentum', 'scale']]
     """
     groups: list[list[K]] = []
     previous_execution = ""
     for member, execution in execution_of_member.items():
-        can_run_together = execution in ("leaf by leaf", "matrix stage")  # any other member is a group of its own
+        can_run_together = execution in (
+            "leaf by leaf",
+            "matrix stage",
+        )  # any other member is a group of its own
         if can_run_together and execution == previous_execution:
             groups[-1].append(member)
         else:
@@ -194,7 +202,9 @@ def _run_together(execution_of_member: Mapping[K, str]) -> list[list[K]]:
 # ------------------------------------------------------------------------------------------------------------ rewriting
 
 
-def placed(tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS, *, visited: Visit | None = None) -> Transform:
+def placed(
+    tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS, *, visited: Visit | None = None
+) -> Transform:
     """Return a transform with the updates of ``tx`` that runs on shards, by buckets, or with its state in a store.
 
     Args:
@@ -215,7 +225,12 @@ def placed(tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS, *, visi
 
     >>> import torch
     >>> import muonfx as mfx
-    >>> tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.momentum(), mfx.orthogonalize(), mfx.normalize_neurons())
+    >>> tx = mfx.chain(
+    ...     mfx.clip_by_global_norm(1.0),
+    ...     mfx.momentum(),
+    ...     mfx.orthogonalize(),
+    ...     mfx.normalize_neurons(),
+    ... )
     >>> placed(tx, {"w": torch.zeros(4, 4), "v": torch.zeros(4, 2)})
     node                                              locality  leaves  state                numbers
     chain: chain                                      TREE      2       -                    -
@@ -258,7 +273,9 @@ class Placed(Transform):
         return str(self.tree())
 
 
-_returns_placed = functools.partial(make_factory, Placed, declaration=Declaration(), is_stand_in=True)
+_returns_placed = functools.partial(
+    make_factory, Placed, declaration=Declaration(), is_stand_in=True
+)
 """A decorator like `stand_in`, for a function that returns a `Placed` transform."""
 
 
@@ -266,7 +283,14 @@ _returns_placed = functools.partial(make_factory, Placed, declaration=Declaratio
 def _with_extras(tx: Transform, extras: Mapping[str, Any], report: Callable[[], Report]):
     """Run a transform with extra arguments. An extra argument of the call takes precedence."""
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **call: Any):
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **call: Any,
+    ):
         return tx.run(updates, state, params, donate=donate, **{**extras, **call})
 
     return tx.functions.init, update
@@ -298,7 +322,9 @@ def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
     return rewritten
 
 
-def _place_together(tx: Transform, execution: str, meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
+def _place_together(
+    tx: Transform, execution: str, meta_params: PyTree, where: Where, *, applies: bool
+) -> Transform:
     """Rewrite a transform, or a chain of neighbours that run together: "leaf by leaf" or as a "matrix stage".
 
     `execution` is one of these two. In a matrix stage, each whole matrix is updated on one rank, which owns it.
@@ -312,7 +338,9 @@ def _place_together(tx: Transform, execution: str, meta_params: PyTree, where: W
     return on_owners
 
 
-def _place_leaf_by_leaf(tx: Transform, meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
+def _place_leaf_by_leaf(
+    tx: Transform, meta_params: PyTree, where: Where, *, applies: bool
+) -> Transform:
     """Rewrite a transform, or a chain, that can run on some leaves or shards at a time, to run bucket by bucket.
 
     A bucket is some of the parameters. With everything in memory and no limit of bytes, there are no buckets.
@@ -344,7 +372,9 @@ def _place_whole_tree(visited: Visit, where: Where) -> Transform:
     if where.is_sharded and execution_of(visited) == "whole tree":
         assert where.ranks is not None
         tx = where.ranks.on_all(tx)
-    if where.is_offloaded:  # it cannot run bucket by bucket, so its whole state is loaded in each step
+    if (
+        where.is_offloaded
+    ):  # it cannot run bucket by bucket, so its whole state is loaded in each step
         return whole_in_store(tx, where.store, StateParameters())
     return tx
 
@@ -392,7 +422,9 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
             continue
         # Several members run as one chain, all of them in the way of the first.
         group = as_chain({name: fixed(visit_of[name]) for name in names})
-        rewritten[str(index)] = _place_together(group, executions[first], visited.params, where, applies=group_applies)
+        rewritten[str(index)] = _place_together(
+            group, executions[first], visited.params, where, applies=group_applies
+        )
     return in_groups(as_chain(rewritten), tuple(groups))
 
 
@@ -433,7 +465,9 @@ def in_groups(tx: Transform, groups: tuple[list[str], ...]):
             if is_last and apply_to_params is not None:
                 extras["apply_to_params"] = apply_to_params
             group_state = _state_of_group(names, state)
-            outputs, new_group_state = group.run(updates, group_state, params, donate=donation, **extras)
+            outputs, new_group_state = group.run(
+                updates, group_state, params, donate=donation, **extras
+            )
             new_state |= _state_by_member(names, new_group_state)
             donation = donation_of_outputs(group, outputs, updates, donation)
             updates = outputs
@@ -459,7 +493,10 @@ def _state_of_group(names: list[str], state: Mapping[str, PyTree]) -> PyTree:
 def _state_by_member(names: list[str], group_state: PyTree) -> dict[str, PyTree]:
     """Return a dict by name of the states of a group's members; it undoes `_state_of_group`.
 
-    >>> _state_by_member(["clip"], "a"), _state_by_member(["momentum", "scale"], {"momentum": "b", "scale": "c"})
+    >>> (
+    ...     _state_by_member(["clip"], "a"),
+    ...     _state_by_member(["momentum", "scale"], {"momentum": "b", "scale": "c"}),
+    ... )
     ({'clip': 'a'}, {'momentum': 'b', 'scale': 'c'})
     """
     if len(names) == 1:
@@ -516,7 +553,9 @@ class PlacedTransforms:
     def __init__(self, where: Where, global_like: Callable[[PyTree], PyTree] | None = None) -> None:
         self.where = where
         self._global_like = global_like
-        self._results: dict[Hashable, list[_PlacedFor]] = {}  # parameters of one structure may have several shapes
+        self._results: dict[
+            Hashable, list[_PlacedFor]
+        ] = {}  # parameters of one structure may have several shapes
 
     def __call__(self, tx: Transform, params: PyTree, visited: Visit | None = None) -> Transform:
         """Return the transform that runs ``tx`` where its tensors are, such as on this rank's shards in ``params``.
@@ -525,7 +564,9 @@ class PlacedTransforms:
         """
         # The containers and names of both, without numbers and tensors.
         key = tx.treedef, tree.flatten(params)[1]
-        fitting = [result for result in self._results.get(key, []) if self._has_shapes_of(params, result)]
+        fitting = [
+            result for result in self._results.get(key, []) if self._has_shapes_of(params, result)
+        ]
         if fitting:
             result = fitting[0]
         else:
@@ -533,7 +574,9 @@ class PlacedTransforms:
                 self._results.clear()
             global_like = self._global_like or meta_like
             meta_params = global_like(params)
-            result = _PlacedFor(meta_params, tx, placed(tx, meta_params, self.where, visited=visited))
+            result = _PlacedFor(
+                meta_params, tx, placed(tx, meta_params, self.where, visited=visited)
+            )
             self._results.setdefault(key, []).append(result)
         if result.tx is not tx:  # it has the numbers of an earlier call
             result.placed = with_numbers(result.placed, iter(numbers_of(tx)))
@@ -545,7 +588,9 @@ class PlacedTransforms:
         if self._global_like is not None:  # one layout always gives the same global shapes
             return True
         # A parameter that was None before has no known shape, so the transform is placed again for it.
-        for leaf, meta_leaf in zip(tree.leaves(params), tree.leaves(result.meta_params), strict=True):
+        for leaf, meta_leaf in zip(
+            tree.leaves(params), tree.leaves(result.meta_params), strict=True
+        ):
             if leaf is not None and (meta_leaf is None or meta_leaf.shape != leaf.shape):
                 return False
         return True

@@ -57,7 +57,9 @@ def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
     tensors: list[Tensor] = []
     for spec, start in zip(specs, starts, strict=True):
         numel = torch.Size(spec.shape).numel()
-        tensors.append(torch.frombuffer(mapped, dtype=spec.dtype, count=numel, offset=start).view(spec.shape))
+        tensors.append(
+            torch.frombuffer(mapped, dtype=spec.dtype, count=numel, offset=start).view(spec.shape)
+        )
     # A tensor does not store its file. `folder_of` finds the file by the address of the tensor, which is recorded here.
     _MAPPED[mapped] = _MappedRange(folder, tensors[0].data_ptr(), length)
     return tensors
@@ -75,7 +77,9 @@ def _mapped(folder: str, length: int) -> mmap.mmap:
     """
     _require_space(folder, length)
     try:
-        with tempfile.TemporaryFile(prefix="muonfx-state-", dir=folder) as file:  # the mapping keeps it open
+        with tempfile.TemporaryFile(
+            prefix="muonfx-state-", dir=folder
+        ) as file:  # the mapping keeps it open
             # Reserve the space: a file that is only extended could run out of it during a step.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, length)
@@ -109,7 +113,9 @@ def _require_space(folder: str, nbytes: int) -> None:
 
 def _explained(error: OSError, folder: str, nbytes: int) -> OSError:
     why = error.strerror or str(error)
-    return type(error)(error.errno, f"offload: to={folder!r} cannot take {nbytes / 2**20:.1f} MiB of state: {why}")
+    return type(error)(
+        error.errno, f"offload: to={folder!r} cannot take {nbytes / 2**20:.1f} MiB of state: {why}"
+    )
 
 
 def _mapping_of(tensor: Tensor) -> tuple[Any, _MappedRange] | None:
@@ -147,7 +153,11 @@ def _advise(tensor: Tensor, advice: str) -> None:
         return
     mapped, mapped_range = mapping
     storage = tensor.untyped_storage()
-    mapped.madvise(getattr(mmap, advice), storage.data_ptr() - mapped_range.start, rounded_up(storage.nbytes(), PAGE))
+    mapped.madvise(
+        getattr(mmap, advice),
+        storage.data_ptr() - mapped_range.start,
+        rounded_up(storage.nbytes(), PAGE),
+    )
 
 
 class Store(NamedTuple):
@@ -183,14 +193,18 @@ class Store(NamedTuple):
         Host memory is pinned if `device` is a CUDA device, which can then copy from it while it computes.
         """
         pin_memory = device.type == "cuda"
-        specs_in_file = [spec for spec in specs if self._in_file(spec)]  # on a disk, all but the small tensors
+        specs_in_file = [
+            spec for spec in specs if self._in_file(spec)
+        ]  # on a disk, all but the small tensors
         tensors_in_file = in_file(specs_in_file, str(self.to))
         tensors: list[Tensor] = []
         for spec in specs:
             if self._in_file(spec):
                 tensors.append(tensors_in_file.pop(0))  # they are in the order of `specs`
             else:
-                tensors.append(torch.empty(spec.shape, dtype=spec.dtype, device="cpu", pin_memory=pin_memory))
+                tensors.append(
+                    torch.empty(spec.shape, dtype=spec.dtype, device="cpu", pin_memory=pin_memory)
+                )
         return tensors
 
     def require(self, specs: Sequence[Spec]) -> None:

@@ -54,7 +54,9 @@ class BucketTransfer:
         on_disk: True if the store is on disk.
     """
 
-    def __init__(self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, on_disk: bool) -> None:
+    def __init__(
+        self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, on_disk: bool
+    ) -> None:
         """Allocate the buffers, and start to load the first bucket. The arguments are described in the class.
 
         A bucket is the state of some parameters, a list of tensors in the store (host memory or a disk). While one
@@ -74,7 +76,9 @@ class BucketTransfer:
         self._staging: list[Tensor] = []
         if device.type == "cuda":
             self._stream = _stream_of(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # for earlier users of the memory
+            self._stream.wait_stream(
+                torch.cuda.current_stream(device)
+            )  # for earlier users of the memory
             if on_disk:
                 self._staging = [buffer(size, torch.device("cpu"), pin=True) for _ in range(count)]
         self._start_to_load(0)
@@ -82,7 +86,9 @@ class BucketTransfer:
     def fetch(self, bucket_index: int) -> list[Tensor]:
         """Return the state of one bucket on the device, and start to load the next. It may be overwritten."""
         leaves, ready = self._loads.pop(bucket_index).result()  # waits for the worker thread
-        if ready is not None:  # on a GPU, the computation waits for the copies; this thread does not
+        if (
+            ready is not None
+        ):  # on a GPU, the computation waits for the copies; this thread does not
             torch.cuda.current_stream(self._device).wait_event(ready)
         # The next bucket uses the other buffer. Its previous bucket is written back first, as jobs run in order.
         self._start_to_load(bucket_index + 1)
@@ -99,7 +105,9 @@ class BucketTransfer:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return True if a tensor uses the memory of one of the two buffers, which the next bucket overwrites."""
-        storage = tensor.untyped_storage().data_ptr()  # a view has the storage of the buffer, wherever it begins
+        storage = (
+            tensor.untyped_storage().data_ptr()
+        )  # a view has the storage of the buffer, wherever it begins
         return any(memory.untyped_storage().data_ptr() == storage for memory in self._buffers)
 
     def finish(self) -> None:
@@ -143,7 +151,9 @@ class BucketTransfer:
         There are two buffers, which buckets use in turn.
         """
         stored = self._buckets[bucket_index]
-        views = _split(self._buffers[bucket_index % 2], stored)  # the tensors of the bucket in the buffer
+        views = _split(
+            self._buffers[bucket_index % 2], stored
+        )  # the tensors of the bucket in the buffer
         for tensor in stored:  # on a disk, the next tensors are read while one is copied
             read_ahead(tensor)
         # 1. From host memory or a disk to a CPU. There is no event, since the copies are complete.
@@ -160,7 +170,11 @@ class BucketTransfer:
         return _Loaded(views, ready=_copy_to_gpu(self._stream, staged, views))
 
     def _write(
-        self, bucket_index: int, leaves: Sequence[Tensor], targets: Sequence[Tensor], computed: torch.cuda.Event | None
+        self,
+        bucket_index: int,
+        leaves: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        computed: torch.cuda.Event | None,
     ) -> None:
         """Copy the new state of a bucket, in `leaves`, to the stored tensors `targets` in host memory or on a disk.
 
@@ -181,7 +195,9 @@ class BucketTransfer:
         _copy_on_cpu(staged, targets)
 
 
-def _copy_to_gpu(stream: torch.cuda.Stream, sources: Sequence[Tensor], views: Sequence[Tensor]) -> torch.cuda.Event:
+def _copy_to_gpu(
+    stream: torch.cuda.Stream, sources: Sequence[Tensor], views: Sequence[Tensor]
+) -> torch.cuda.Event:
     """Start to copy host memory to a GPU on a stream. Return the event after the last copy."""
     with torch.cuda.stream(stream):
         for view, source in zip(views, sources, strict=True):
@@ -192,7 +208,10 @@ def _copy_to_gpu(stream: torch.cuda.Stream, sources: Sequence[Tensor], views: Se
 
 
 def _copy_from_gpu(
-    stream: torch.cuda.Stream, leaves: Sequence[Tensor], pinned: Sequence[Tensor], computed: torch.cuda.Event
+    stream: torch.cuda.Stream,
+    leaves: Sequence[Tensor],
+    pinned: Sequence[Tensor],
+    computed: torch.cuda.Event,
 ) -> None:
     """Start to copy `leaves` into `pinned` host memory on a stream, after the event `computed`.
 

@@ -69,7 +69,9 @@ def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
         for name in rms_of:
             row_of.setdefault(name, len(row_of))
     with axes_for(ax, 0.75 + _ROW * len(row_of)) as axes:
-        for (monitor, rms_of), color in zip(rms_by_monitor.items(), cycle(COLORS.values()), strict=False):
+        for (monitor, rms_of), color in zip(
+            rms_by_monitor.items(), cycle(COLORS.values()), strict=False
+        ):
             values: list[float] = []
             rows: list[int] = []
             for name, rms in rms_of.items():
@@ -97,7 +99,9 @@ def _rms_by_monitor(state: PyTree) -> dict[str, dict[str, float]]:
     for key, value in metrics(state).items():  # "updates/blocks.0.weight/rms"
         path, _, metric = key.rpartition("/")  # "updates/blocks.0.weight", "rms"
         if metric == "rms":
-            monitor, _, name = path.partition("/")  # "updates", "blocks.0.weight"; the name may be ""
+            monitor, _, name = path.partition(
+                "/"
+            )  # "updates", "blocks.0.weight"; the name may be ""
             rms_by_monitor.setdefault(monitor, {})[name or monitor] = float(value)
     return rms_by_monitor
 
@@ -128,7 +132,9 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
         table = summary(what)
     bars = _bars([leaf for leaf in table.leaves if leaf.nbytes])
     if not bars:
-        raise ValueError("the state has no tensor with bytes on this rank; there is nothing to draw")
+        raise ValueError(
+            "the state has no tensor with bytes on this rank; there is nothing to draw"
+        )
     totals = [bytes_of_dtype.total() for bytes_of_dtype in bars.values()]
     largest = max(totals)
     scale, unit = _unit_of(largest, 1024, ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"])
@@ -136,7 +142,9 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
         _draw_dtypes(axes, table, bars, scale)
         for row, total in enumerate(totals):
             end = (total / scale, row)
-            axes.annotate(format_bytes(total), end, xytext=(4, 0), textcoords="offset points", va="center")
+            axes.annotate(
+                format_bytes(total), end, xytext=(4, 0), textcoords="offset points", va="center"
+            )
         axes.set_yticks(range(len(bars)), list(bars))
         axes.set_ylim(len(bars) - 0.5, -0.5)  # the first bar is at the top
         axes.set_xlim(0, largest / scale * _WITH_TEXT)
@@ -172,7 +180,9 @@ def _bars(leaves: list[LeafSummary]) -> dict[str, Counter[str]]:
     if not leaves:
         return {}
     depth = _depth_of_bars(leaves)  # 1: "tx" is no part of a label
-    groups: dict[tuple[str, ...], list[LeafSummary]] = {}  # by the first entries that differ, ("tx", "adamw")
+    groups: dict[
+        tuple[str, ...], list[LeafSummary]
+    ] = {}  # by the first entries that differ, ("tx", "adamw")
     for leaf in leaves:
         groups.setdefault(leaf.path[: depth + 1], []).append(leaf)
     # The label has all entries that the paths of a bar share, without the entries that all bars share.
@@ -263,7 +273,9 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
     ['rank 0', 'rank 1']
     """
     if not any(plan.flops):
-        raise ValueError("the plan has no matrices to compute: no transform of the chain needs whole matrices")
+        raise ValueError(
+            "the plan has no matrices to compute: no transform of the chain needs whole matrices"
+        )
     most = max(plan.flops)
     thousands, unit = _unit_of(most / 1000, 1000, ["kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"])
     scale = 1000.0 * thousands
@@ -301,7 +313,9 @@ def _draw_bar(axes: Axes, plan: sharding.Plan, rank: int, scale: float, has_labe
     """
     most = max(plan.flops)
     all_shards = chain.from_iterable([run.shards for run in plan.runs])
-    shards_of_rank = [shard for shard in all_shards if shard.owner in (rank, None)]  # None: every rank computes it
+    shards_of_rank = [
+        shard for shard in all_shards if shard.owner in (rank, None)
+    ]  # None: every rank computes it
     end = 0.0  # of the last segment, on the x axis
     for index, shard in enumerate(shards_of_rank):
         colors = _BY_ALL if shard.owner is None else _BY_ONE
@@ -309,7 +323,9 @@ def _draw_bar(axes: Axes, plan: sharding.Plan, rank: int, scale: float, has_labe
         axes.barh(rank, width, _THICKNESS, end, color=colors[index % 2], linewidth=0)
         if has_labels and shard.cost >= _NAMED * most:  # else its name does not fit
             text = _fitting(shard.name, shard.cost / most)
-            axes.text(end + width / 2, rank, text, color="white", ha="center", va="center", fontsize=7.5)
+            axes.text(
+                end + width / 2, rank, text, color="white", ha="center", va="center", fontsize=7.5
+            )
         end += width
 
 
@@ -322,4 +338,6 @@ def _fitting(name: str, width: float) -> str:
     most_characters = int(width * 62)  # an axis is about 62 characters wide
     if len(name) <= most_characters:
         return name
-    return "..." + name[3 - most_characters :]  # three dots, and the last most_characters - 3 characters
+    return (
+        "..." + name[3 - most_characters :]
+    )  # three dots, and the last most_characters - 3 characters

@@ -49,7 +49,9 @@ def plot_band(
     """
     table = torch.as_tensor(runs, dtype=torch.float64).detach().cpu()
     if table.ndim != 2 or len(table) == 0:
-        raise ValueError(f"runs must be a table (runs, points) with at least one run, found shape {tuple(table.shape)}")
+        raise ValueError(
+            f"runs must be a table (runs, points) with at least one run, found shape {tuple(table.shape)}"
+        )
     if x is None:
         x = range(table.shape[1])
     with axes_for(ax) as axes:
@@ -58,7 +60,9 @@ def plot_band(
     return axes
 
 
-def draw_band(axes: Axes, positions: Sequence[float], values_at: Sequence[Tensor], **line_style: Any) -> None:
+def draw_band(
+    axes: Axes, positions: Sequence[float], values_at: Sequence[Tensor], **line_style: Any
+) -> None:
     """Draw the mean of several runs as a line, and a band from the lowest to the highest run.
 
     ``positions`` are on the x axis, and ``values_at`` has a tensor for each: the values of the runs, shape (runs,).
@@ -98,7 +102,9 @@ def plot_polynomial(coefficients: CoefficientsLike, *, ax: Axes | None = None) -
     >>> ax.get_xlabel(), ax.lines[0].get_label()
     ('singular value, over the Frobenius norm', 'keller: 0.68 to 1.13')
     """
-    result_range = band(coefficients, _LOWER)  # the least and the largest result for values from 0.01 to 1
+    result_range = band(
+        coefficients, _LOWER
+    )  # the least and the largest result for values from 0.01 to 1
     s = torch.logspace(-4, 0, 1000, dtype=torch.float64)  # singular values, from 1e-4 to 1
     with axes_for(ax) as axes:
         values = scalar_polynomial(coefficients, s)
@@ -106,14 +112,23 @@ def plot_polynomial(coefficients: CoefficientsLike, *, ax: Axes | None = None) -
         (line,) = axes.semilogx(s.tolist(), values.tolist(), label=name)
         color = cast("str", line.get_color())
         axes.fill_between(
-            [_LOWER, 1.0], result_range.minimum, result_range.maximum, color=color, alpha=0.16, linewidth=0
+            [_LOWER, 1.0],
+            result_range.minimum,
+            result_range.maximum,
+            color=color,
+            alpha=0.16,
+            linewidth=0,
         )
         # Of all curves, because the axes may have curves of other sets already.
         highest = max(max(cast("list[float]", line.get_ydata())) for line in axes.lines)
-        axes.set(xlabel="singular value, over the Frobenius norm", ylabel="singular value afterwards")
+        axes.set(
+            xlabel="singular value, over the Frobenius norm", ylabel="singular value afterwards"
+        )
         axes.set(xlim=(1e-4, 1.0), ylim=(0.0, 1.05 * highest))
         title = f"values from {_LOWER:g} to 1"
-        legend = axes.legend(loc="lower right", title=title, frameon=False, labelcolor="linecolor", alignment="left")
+        legend = axes.legend(
+            loc="lower right", title=title, frameon=False, labelcolor="linecolor", alignment="left"
+        )
         legend.get_title().set_color(COLORS["gray"])
     return axes
 
@@ -161,11 +176,21 @@ def _draw_curve(axes: Axes, values: Tensor, name: str, color: str, line: str) ->
     axes.plot(range(1, len(values) + 1), values.tolist(), color=color, linestyle=line, label=name)
     if len(values):
         end = (len(values), values[-1].item())
-        axes.annotate(name, end, (5, 0), textcoords="offset points", va="center", color=color, annotation_clip=False)
+        axes.annotate(
+            name,
+            end,
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+            color=color,
+            annotation_clip=False,
+        )
 
 
 def _singular_values(argument: str, matrix: Tensor) -> Tensor:
     """Return the singular values of a matrix, largest first, in float64; ``argument`` is its name in errors."""
     if matrix.ndim != 2:
-        raise ValueError(f"{argument} must be one matrix, a tensor (rows, columns), found shape {tuple(matrix.shape)}")
+        raise ValueError(
+            f"{argument} must be one matrix, a tensor (rows, columns), found shape {tuple(matrix.shape)}"
+        )
     return torch.linalg.svdvals(matrix.detach().to("cpu", torch.float64))

@@ -50,7 +50,10 @@ def plot_losses(rows: Rows, *, ax: Axes | None = None) -> Axes:
         ValueError: there are no rows, or they are of several studies.
 
     >>> import muonfx as mfx
-    >>> rows = [{"optimizer": "muon", "rate": 0.1, "seed": 0, "step": step, "loss": 1 / step} for step in (1, 2, 4)]
+    >>> rows = [
+    ...     {"optimizer": "muon", "rate": 0.1, "seed": 0, "step": step, "loss": 1 / step}
+    ...     for step in (1, 2, 4)
+    ... ]
     >>> ax = mfx.plot.plot_losses(rows)
     >>> ax.lines[0].get_label(), ax.lines[0].get_ydata().tolist()
     ('muon, rate 0.1', [1.0, 0.5, 0.25])
@@ -59,7 +62,12 @@ def plot_losses(rows: Rows, *, ax: Axes | None = None) -> Axes:
     with axes_for(ax) as axes:
         for contender in _contenders(rows, key):
             best_rate = _best_rate(contender)
-            _draw_band(axes, contender.losses_at[best_rate], contender, f"{contender.name}, rate {best_rate:.3g}")
+            _draw_band(
+                axes,
+                contender.losses_at[best_rate],
+                contender,
+                f"{contender.name}, rate {best_rate:.3g}",
+            )
         axes.set(xlabel="step", ylabel=key.replace("_", " "))
         axes.legend()
     return axes
@@ -81,7 +89,10 @@ def plot_rates(rows: Rows, *, ax: Axes | None = None) -> Axes:
         ValueError: there are no rows, or they are of several studies, such as of other steps.
 
     >>> import muonfx as mfx
-    >>> rows = [{"optimizer": "muon", "rate": rate, "seed": 0, "step": 9, "loss": 1 + rate} for rate in (0.1, 1.0)]
+    >>> rows = [
+    ...     {"optimizer": "muon", "rate": rate, "seed": 0, "step": 9, "loss": 1 + rate}
+    ...     for rate in (0.1, 1.0)
+    ... ]
     >>> ax = mfx.plot.plot_rates(rows)
     >>> ax.get_xscale(), ax.lines[0].get_ydata().tolist()
     ('log', [1.1, 2.0])
@@ -93,7 +104,11 @@ def plot_rates(rows: Rows, *, ax: Axes | None = None) -> Axes:
     with axes_for(ax) as axes:
         for index, contender in enumerate(contenders):
             _draw_final_losses(axes, contender, last_step, height_of_crosses=0.97 - 0.04 * index)
-        axes.set(xscale="log", xlabel="learning rate", ylabel=f"{key.replace('_', ' ')} after {last_step} steps")
+        axes.set(
+            xscale="log",
+            xlabel="learning rate",
+            ylabel=f"{key.replace('_', ' ')} after {last_step} steps",
+        )
         # Lower the top to the typical first loss, if it is above it.
         _, top = axes.get_ylim()
         axes.set_ylim(top=min(top, _typical_first_loss(rows, key)))
@@ -101,7 +116,9 @@ def plot_rates(rows: Rows, *, ax: Axes | None = None) -> Axes:
     return axes
 
 
-def _draw_final_losses(axes: Axes, contender: Contender, last_step: int, height_of_crosses: float) -> None:
+def _draw_final_losses(
+    axes: Axes, contender: Contender, last_step: int, height_of_crosses: float
+) -> None:
     """Draw the losses of one optimizer at the last step over the rate, and a cross where the run of a seed diverged.
 
     ``contender.losses_at`` has the losses of all seeds by rate and step: ``{0.1: {100: tensor([2.1, 2.2])}}``. They are
@@ -122,7 +139,9 @@ def _draw_final_losses(axes: Axes, contender: Contender, last_step: int, height_
         _draw_band(axes, final_losses_at, contender, label)
     heights = [height_of_crosses] * len(diverged)
     across_the_axes = axes.get_xaxis_transform()  # x is a rate, y a height
-    crosses = axes.scatter(diverged, heights, color=contender.color, marker="x", transform=across_the_axes)
+    crosses = axes.scatter(
+        diverged, heights, color=contender.color, marker="x", transform=across_the_axes
+    )
     if not final_losses_at:  # no line has the name of the optimizer
         crosses.set_label(f"{contender.name} (diverged)")
 
@@ -143,13 +162,18 @@ def plot_steps_to(rows: Rows, target: float, *, ax: Axes | None = None) -> Axes:
             any rate.
 
     >>> import muonfx as mfx
-    >>> rows = [{"optimizer": "muon", "rate": 0.1, "seed": 0, "step": step, "loss": 1 / step} for step in (1, 2, 4)]
+    >>> rows = [
+    ...     {"optimizer": "muon", "rate": 0.1, "seed": 0, "step": step, "loss": 1 / step}
+    ...     for step in (1, 2, 4)
+    ... ]
     >>> mfx.plot.plot_steps_to(rows, 0.5).lines[0].get_ydata().tolist()
     [2.0]
     """
     key = _key_of_loss(rows)
     contenders = _contenders(rows, key)
-    steps_to = [_steps_to(contender, target) for contender in contenders]  # for each, a dict by rate
+    steps_to = [
+        _steps_to(contender, target) for contender in contenders
+    ]  # for each, a dict by rate
     if not any(steps_to):  # all dicts are empty
         finite_losses = [row[key] for row in rows if math.isfinite(row[key])]
         lowest = min(finite_losses, default=math.nan)
@@ -163,13 +187,21 @@ def plot_steps_to(rows: Rows, target: float, *, ax: Axes | None = None) -> Axes:
             if not steps_at:
                 label += " (not reached)"
             _draw_band(axes, steps_at, contender, label)
-        axes.set(xscale="log", xlabel="learning rate", ylabel=f"steps to a {key.replace('_', ' ')} of {target:g}")
+        axes.set(
+            xscale="log",
+            xlabel="learning rate",
+            ylabel=f"steps to a {key.replace('_', ' ')} of {target:g}",
+        )
         axes.legend()
     return axes
 
 
 def plot_schedule(
-    schedule: Callable[[Tensor], Any], steps: int, *, label: str | None = None, ax: Axes | None = None
+    schedule: Callable[[Tensor], Any],
+    steps: int,
+    *,
+    label: str | None = None,
+    ax: Axes | None = None,
 ) -> Axes:
     """Draw a schedule over its first steps.
 
@@ -227,7 +259,9 @@ def _key_of_loss(rows: Rows) -> str:
     for index, row in enumerate(rows):
         for name in ("optimizer", "rate", "seed", "step", key):
             if name not in row:
-                raise ValueError(f"rows: row {index} has no {name!r}, expected the keys of a row of muonfx.study")
+                raise ValueError(
+                    f"rows: row {index} has no {name!r}, expected the keys of a row of muonfx.study"
+                )
     return key
 
 
@@ -330,9 +364,13 @@ def _best_rate(contender: Contender) -> float:
     """Return the rate with the lowest mean loss over seeds at its last step, the first one if all rates diverged."""
 
     def final_loss(rate: float) -> float:
-        losses_at_step = contender.losses_at[rate]  # such as {5: tensor([2.3, 2.5]), 10: tensor([1.0, 2.0])}
+        losses_at_step = contender.losses_at[
+            rate
+        ]  # such as {5: tensor([2.3, 2.5]), 10: tensor([1.0, 2.0])}
         mean = float(losses_at_step[max(losses_at_step)].mean())
-        if not math.isfinite(mean):  # a run diverged; also NaN, which is neither more nor less than another loss
+        if not math.isfinite(
+            mean
+        ):  # a run diverged; also NaN, which is neither more nor less than another loss
             return math.inf
         return mean
 
@@ -347,16 +385,22 @@ def _steps_to(contender: Contender, target: float) -> dict[float, Tensor]:
     """
     steps_at: dict[float, Tensor] = {}
     for rate, losses_at_step in contender.losses_at.items():
-        is_reached = torch.stack(list(losses_at_step.values())) <= target  # of shape (reports, seeds)
+        is_reached = (
+            torch.stack(list(losses_at_step.values())) <= target
+        )  # of shape (reports, seeds)
         is_reached_by_all_seeds = is_reached.any(dim=0).all()
         if is_reached_by_all_seeds:
-            first_report = is_reached.int().argmax(dim=0)  # for each seed; of several ones, argmax returns the first
+            first_report = is_reached.int().argmax(
+                dim=0
+            )  # for each seed; of several ones, argmax returns the first
             steps_of_reports = torch.tensor(list(losses_at_step), dtype=torch.float64)
             steps_at[rate] = steps_of_reports[first_report]
     return steps_at
 
 
-def _draw_band(axes: Axes, values_at: Mapping[Any, Tensor], contender: Contender, label: str) -> None:
+def _draw_band(
+    axes: Axes, values_at: Mapping[Any, Tensor], contender: Contender, label: str
+) -> None:
     """Draw a line with markers through the means over seeds, and a band from the lowest to the highest seed.
 
     ``values_at`` maps a position, such as a step or a rate, to the values of the seeds there, shape (seeds,). If it is

@@ -45,7 +45,9 @@ def scalar_polynomial(value: CoefficientsLike, s: Tensor, steps: int | None = No
     return s
 
 
-def band(value: CoefficientsLike, lower: float = 0.01, *, steps: int | None = None, points: int = 200_001) -> Band:
+def band(
+    value: CoefficientsLike, lower: float = 0.01, *, steps: int | None = None, points: int = 200_001
+) -> Band:
     """Return the band of a Newton-Schulz iteration: the smallest and largest singular values that it produces.
 
     The composed polynomial is evaluated on a float64 grid, so the bounds are accurate to about 1e-7.

@@ -14,7 +14,9 @@ from muonfx.polar.policy import SUPPORTED
 def check_matrix(x: Tensor, name: str) -> None:
     """Raise an error unless `x` is a dense tensor `(..., m, n)` of a supported dtype; the error begins with `name`."""
     if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"{name}: found {type(x).__name__}, expected a torch.Tensor of shape (..., m, n)")
+        raise TypeError(
+            f"{name}: found {type(x).__name__}, expected a torch.Tensor of shape (..., m, n)"
+        )
     if x.dtype not in SUPPORTED:
         raise TypeError(
             f"{name}: found dtype {x.dtype} (shape {tuple(x.shape)}), expected one of {', '.join(map(str, SUPPORTED))}"
@@ -68,7 +70,9 @@ def _are_disjoint(xs: Sequence[Tensor]) -> bool:
 
 def _bytes_spanned(x: Tensor) -> int:
     """Return the number of bytes from the first element of a nonempty tensor to its last, with the gaps between."""
-    last_offset = sum([(side - 1) * stride for side, stride in zip(x.shape, x.stride(), strict=True)])
+    last_offset = sum(
+        [(side - 1) * stride for side, stride in zip(x.shape, x.stride(), strict=True)]
+    )
     return (last_offset + 1) * x.itemsize
 
 

@@ -173,7 +173,9 @@ def with_safety(value: CoefficientsLike, safety: float) -> Coefficients:
     """
     base = coefficients(value)
     if not 0 < safety < math.inf:
-        raise ValueError(f"with_safety: safety is {safety!r}, expected a finite number above 0, such as 1.01")
+        raise ValueError(
+            f"with_safety: safety is {safety!r}, expected a finite number above 0, such as 1.01"
+        )
     *all_but_last, last = base.steps
     divided = [with_divided_input(step, safety) for step in all_but_last]
     return replace(base, steps=(*divided, last))
@@ -286,12 +288,17 @@ _SETS: dict[str, Coefficients] = {
                 (2.53473791812954, -1.8720452097333415, 0.44099034325234854),
             ),
             "fit_coefficients(4, 0.003, safety=1.01), after Polar Express, arXiv 2505.16932",
-            restarts=(1, 2, 3),  # with two steps in the last stage, the Gram form rounds up to 2.4 times as much
+            restarts=(
+                1,
+                2,
+                3,
+            ),  # with two steps in the last stage, the Gram form rounds up to 2.4 times as much
         ),
         replace(
             with_safety(CANS_RAW, 1.01),
             name="cans",
-            source=CANS_RAW.source + "; our safety factor 1.01 on all but the last step, or bf16 diverges",
+            source=CANS_RAW.source
+            + "; our safety factor 1.01 on all but the last step, or bf16 diverges",
         ),
         Coefficients(
             "aol",

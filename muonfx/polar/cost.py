@@ -55,7 +55,9 @@ def newton_schulz_cost(
         method = "standard"
         products = "batched"
     short, long = sorted(shape)
-    request = policy.Request(short, long, torch.device(device), resolved, method, products, portable=True)
+    request = policy.Request(
+        short, long, torch.device(device), resolved, method, products, portable=True
+    )
     return _plan(request, dtype, may_take_fp16)
 
 

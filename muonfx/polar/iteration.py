@@ -128,7 +128,9 @@ def normalized_in_fp64(x: Tensor, compute: torch.dtype, safety: float) -> Tensor
     # 1. Round first, so that a matrix that is given in the dtype `compute` has the same result as a wider one.
     if same_range(x.dtype, compute):
         x = x.to(compute)
-    elif x.dtype.itemsize > compute.itemsize:  # fp32 to fp16, which needs a scale; bf16 is rounded at the end only
+    elif (
+        x.dtype.itemsize > compute.itemsize
+    ):  # fp32 to fp16, which needs a scale; bf16 is rounded at the end only
         x = rounded_and_scaled(x, compute)
     # 2. Normalize.
     wide = x.double()
@@ -161,7 +163,9 @@ def normalize_in_fp64_(batch: Tensor, safety: float, compute: torch.dtype) -> Te
     norms = torch.stack(torch._foreach_norm(list(batch.unbind()), 2, dtype=torch.float64))
     norms.clamp_(min=torch.finfo(torch.float64).smallest_normal)  # a zero matrix stays zero
     factors = torch.div(torch.tensor(1 / safety, dtype=torch.float64, device="cpu"), norms)
-    return torch.mul(batch, factors[:, None, None], out=result)  # rounded once, to the dtype of the result
+    return torch.mul(
+        batch, factors[:, None, None], out=result
+    )  # rounded once, to the dtype of the result
 
 
 def normalize_by_powers_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
@@ -171,7 +175,9 @@ def normalize_by_powers_(batch: Tensor, safety: float, compute: torch.dtype) -> 
     """
     wide = wide_dtype(compute)
     # 1. Multiply each matrix by a power of two, to magnitudes below 2, so that no square overflows or is lost.
-    extremes = [torch.aminmax(matrix) for matrix in batch.unbind()]  # in 1/30 of the time of infinity norms
+    extremes = [
+        torch.aminmax(matrix) for matrix in batch.unbind()
+    ]  # in 1/30 of the time of infinity norms
     minima = torch.stack([extreme.min for extreme in extremes])
     maxima = torch.stack([extreme.max for extreme in extremes])
     largest_magnitudes = torch.maximum(maxima, -minima).to(wide)
@@ -264,7 +270,13 @@ def _functional_products(x: Tensor, plan: Plan) -> Functional:
 
 
 def in_place(
-    batch: Tensor, plan: Plan, coefficients: Polynomials, *, tall: bool, workspace: Workspace, results: Workspace
+    batch: Tensor,
+    plan: Plan,
+    coefficients: Polynomials,
+    *,
+    tall: bool,
+    workspace: Workspace,
+    results: Workspace,
 ) -> Tensor:
     """Orthogonalize a batch of large matrices, and overwrite it. All other memory is reused, which saves time.
 
@@ -281,13 +293,20 @@ def in_place(
     """
     x = normalize_(batch, coefficients.safety, plan.dtype)
     products = Buffered(
-        x, tall=tall, how=plan.products, small=plan.small_products, workspace=workspace, results=results
+        x,
+        tall=tall,
+        how=plan.products,
+        small=plan.small_products,
+        workspace=workspace,
+        results=results,
     )
     result = newton_schulz(x, plan.stages, products)
     return rounded_in_place(result, batch.dtype)
 
 
-def newton_schulz(x: Tensor, stages: Sequence[GramStage], products: Functional, gram: Tensor | None = None) -> Tensor:
+def newton_schulz(
+    x: Tensor, stages: Sequence[GramStage], products: Functional, gram: Tensor | None = None
+) -> Tensor:
     """Run the Newton-Schulz iteration on `x` in stages; the steps of a stage share one Gram matrix `x x^T`.
 
     A stage computes `R = x x^T`, combines the polynomials of its steps into one small matrix `Q`, and ends with
@@ -302,7 +321,9 @@ def newton_schulz(x: Tensor, stages: Sequence[GramStage], products: Functional, 
     for stage in stages:
         if gram is None:
             gram = products.gram(x, -stage.center)
-        r = Shifted(stage.center, 1.0, gram)  # R = center * I + gram, which rounds less than R itself
+        r = Shifted(
+            stage.center, 1.0, gram
+        )  # R = center * I + gram, which rounds less than R itself
         q = composed(products, r, stage.steps)
         x = products.weighted(x, q)
         products.keep()  # no small matrix is used in the next stage
@@ -320,8 +341,12 @@ def composed(products: Functional, r: Shifted, steps: Sequence[Step]) -> Shifted
     g = _polynomial(products, r, steps[0])
     q = g  # the product of G and the first Q, which is the identity
     for step in steps[1:]:
-        r = _times(products, g, _times(products, g, r))  # G (G R), which is G R G: polynomials of R commute
-        products.keep(q.rest, r.rest)  # the old R, G and G R are not used again: release their buffers
+        r = _times(
+            products, g, _times(products, g, r)
+        )  # G (G R), which is G R G: polynomials of R commute
+        products.keep(
+            q.rest, r.rest
+        )  # the old R, G and G R are not used again: release their buffers
         g = _polynomial(products, r, step)
         q = _times(products, g, q)
     return q
@@ -354,7 +379,9 @@ def _times(products: Functional, p: Shifted, q: Shifted) -> Shifted:
     return Shifted(s * u, 1.0, product)
 
 
-def _combined(products: Functional, s: float, x: Tensor, t: float, y: Tensor) -> tuple[float, Tensor]:
+def _combined(
+    products: Functional, s: float, x: Tensor, t: float, y: Tensor
+) -> tuple[float, Tensor]:
     """Return a number and a matrix whose product is `s x + t y`: `s` and `x + (t / s) y`, with the ratio at most 1."""
     if abs(t) > abs(s):
         return _combined(products, t, y, s, x)

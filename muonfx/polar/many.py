@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.internal.tracing import called_once, is_differentiated, is_traced, is_watched, outside_autocast
+from muonfx.internal.tracing import (
+    called_once,
+    is_differentiated,
+    is_traced,
+    is_watched,
+    outside_autocast,
+)
 from muonfx.polar.checks import check_matrix, sharing
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.iteration import as_function, in_place, rounded_and_scaled, same_range
@@ -161,7 +167,9 @@ class Orthogonalizer:
 
         All arguments are as in `orthogonalize`.
         """
-        resolved = polynomials(coefficients, steps)  # such as five polynomials (a, b, c) for "polar_express_5"
+        resolved = polynomials(
+            coefficients, steps
+        )  # such as five polynomials (a, b, c) for "polar_express_5"
         self._polynomials = resolved
         self._method: MethodLike = method
         self._dtype: DTypeLike = dtype
@@ -217,9 +225,13 @@ class Orthogonalizer:
         if max_scratch_bytes is not None and max_scratch_bytes < 1:
             raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
         inputs = list(xs)
-        if self._polynomials.table is not None:  # coefficients in a tensor, which may be differentiated too
+        if (
+            self._polynomials.table is not None
+        ):  # coefficients in a tensor, which may be differentiated too
             inputs.append(self._polynomials.table)
-        watched = is_watched(*inputs)  # autograd, torch.func or a compiler records them, so none may be overwritten
+        watched = is_watched(
+            *inputs
+        )  # autograd, torch.func or a compiler records them, so none may be overwritten
         differentiated = watched and is_differentiated(*inputs)
 
         # 1. The jobs. All are made before any result, so that invalid settings raise before anything is written.
@@ -229,7 +241,9 @@ class Orthogonalizer:
         overwrite = [False] * len(xs)
         if donate and not watched:
             indices_with_shared_memory = sharing(xs)
-            overwrite = [x.is_contiguous() and i not in indices_with_shared_memory for i, x in enumerate(xs)]
+            overwrite = [
+                x.is_contiguous() and i not in indices_with_shared_memory for i, x in enumerate(xs)
+            ]
 
         # 3. The results, by the position of the input.
         result_of: dict[int, Tensor] = {}
@@ -258,9 +272,13 @@ class Orthogonalizer:
         sides: list[int] = []
         for x in xs:
             sides += x.shape
-        traced = is_traced(*sides)  # a compiler or `make_fx` may pass symbols as sides, which cannot be hashed
+        traced = is_traced(
+            *sides
+        )  # a compiler or `make_fx` may pass symbols as sides, which cannot be hashed
         # The iteration in reused buffers has no derivatives and no row scaling, and needs coefficients as numbers.
-        may_use_buffers = not watched and self._polynomials.table is None and not self._polynomials.row_scaling
+        may_use_buffers = (
+            not watched and self._polynomials.table is None and not self._polynomials.row_scaling
+        )
         jobs: list[_Job] = []
         for kind, indices in _grouped(xs, may_use_buffers):
             default_scratch = _CPU_SCRATCH if kind.device.type == "cpu" else DEVICE_SCRATCH
@@ -362,7 +380,9 @@ def _run_in_batches(xs: Sequence[Tensor], overwrite: list[bool], job: _Job) -> d
         if not overwrite[i]:
             results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
         destination = _as_batch(results[i], job.kind)
-        for part, part_of_destination in zip(matrices.split(limit), destination.split(limit), strict=True):
+        for part, part_of_destination in zip(
+            matrices.split(limit), destination.split(limit), strict=True
+        ):
             chunks.append(_Chunk(i, x, part, part_of_destination))
 
     for batch in _packed(chunks, limit):
@@ -398,7 +418,9 @@ def _write_to_destinations(batch: list[_Chunk], values: Sequence[Tensor]) -> Non
     for chunk, value in zip(batch, values, strict=True):
         if chunk.destination is None:
             continue
-        if value.data_ptr() != chunk.destination.data_ptr():  # else the iteration has run in the destination
+        if (
+            value.data_ptr() != chunk.destination.data_ptr()
+        ):  # else the iteration has run in the destination
             destinations.append(chunk.destination)
             copied_values.append(value)
     if destinations:
@@ -434,7 +456,9 @@ def _most_in_a_batch(job: _Job) -> int | None:
     if job.in_one_batch:
         return None
     kind = job.kind
-    if not can_be_stacked(kind.short, kind.long, kind.device):  # in a batch it would get other bits than alone
+    if not can_be_stacked(
+        kind.short, kind.long, kind.device
+    ):  # in a batch it would get other bits than alone
         return 1
     if not kind.in_buffers:  # small matrices, computed by `as_function`
         return max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
@@ -459,7 +483,9 @@ def _as_batch(x: Tensor, kind: _Kind) -> Tensor:
     """
     if kind.in_buffers:
         return x.reshape(-1, *x.shape[-2:])
-    x = x.contiguous()  # another memory order rounds differently, and ranks may hold different orders
+    x = (
+        x.contiguous()
+    )  # another memory order rounds differently, and ranks may hold different orders
     wide = x
     if x.shape[-2] != kind.short:  # a tall matrix
         wide = x.mT
@@ -495,16 +521,24 @@ def _new_batch(batch: list[_Chunk], job: _Job) -> Tensor:
 def _batch_in_buffers(batch: list[_Chunk], job: _Job) -> Tensor:
     """Orthogonalize chunks as one batch in reused buffers, or in the memory of the chunks if possible. Return it."""
     plan = job.plan
-    workspace = job.workspace or Workspace()  # memory for temporary tensors, which each batch overwrites
+    workspace = (
+        job.workspace or Workspace()
+    )  # memory for temporary tensors, which each batch overwrites
     workspace.clear()
     batch_dtype = plan.rounded_to or plan.dtype
-    are_all_copied = batch_dtype != job.kind.dtype or all(chunk.destination is not None for chunk in batch)
+    are_all_copied = batch_dtype != job.kind.dtype or all(
+        chunk.destination is not None for chunk in batch
+    )
     results = workspace
-    if not are_all_copied:  # results stay views of this batch, which the next batch must not overwrite
+    if (
+        not are_all_copied
+    ):  # results stay views of this batch, which the next batch must not overwrite
         results = Workspace()
     joined = _join_chunks(batch, batch_dtype, results)
     tall = job.kind.is_tall
-    return outside_autocast(in_place, joined, plan, job.coefficients, tall=tall, workspace=workspace, results=results)
+    return outside_autocast(
+        in_place, joined, plan, job.coefficients, tall=tall, workspace=workspace, results=results
+    )
 
 
 def _join_chunks(chunks: list[_Chunk], dtype: torch.dtype, workspace: Workspace) -> Tensor:
@@ -518,7 +552,9 @@ def _join_chunks(chunks: list[_Chunk], dtype: torch.dtype, workspace: Workspace)
     first = matrices[0]
     shape = (sum(counts), *first.shape[1:])
     if first.dtype == dtype and _are_one_buffer(chunks):
-        return first.as_strided(shape, first.stride())  # a view of the first chunk and all that follow it in memory
+        return first.as_strided(
+            shape, first.stride()
+        )  # a view of the first chunk and all that follow it in memory
     if not same_range(first.dtype, dtype):
         # Rounding alone, such as from fp32 to fp16, could give zeros or infinities. So each matrix is scaled too.
         matrices = [rounded_and_scaled(x, dtype) for x in matrices]
@@ -542,7 +578,9 @@ def _are_one_buffer(chunks: list[_Chunk]) -> bool:
     for chunk in chunks:
         x = chunk.matrices
         follows = x.untyped_storage()._cdata == storage and x.storage_offset() == expected_offset
-        is_overwritten = chunk.destination is not None and chunk.destination.data_ptr() == x.data_ptr()
+        is_overwritten = (
+            chunk.destination is not None and chunk.destination.data_ptr() == x.data_ptr()
+        )
         if not (follows and is_overwritten and x.is_contiguous()):
             return False
         expected_offset += x.numel()

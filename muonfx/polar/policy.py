@@ -138,7 +138,9 @@ class Plan(Shown):
         """The bytes of the temporary tensors for one matrix: two tensors of its size, and 3 to 8 Gram matrices."""
         n, m = self.shape
         longest = max((len(stage.steps) for stage in self.stages), default=1)
-        gram_matrices = {1: 3, 2: 6}.get(longest, 8)  # buffers of `products.Buffered`, and an identity
+        gram_matrices = {1: 3, 2: 6}.get(
+            longest, 8
+        )  # buffers of `products.Buffered`, and an identity
         return (2 * n * m + gram_matrices * n * n) * self.dtype.itemsize
 
     def report(self) -> Report:
@@ -153,7 +155,13 @@ class Plan(Shown):
             accepted = f"bound of singular values, over that of exact arithmetic; accepted up to {TOLERANCE}"
             rows.append(("rounding", f"{self.bound:.4f}", accepted))
         scratch = format_bytes(self.scratch_bytes)
-        rows.append(("scratch", scratch, "temporary tensors of one matrix; a batch takes at most max_scratch_bytes"))
+        rows.append(
+            (
+                "scratch",
+                scratch,
+                "temporary tensors of one matrix; a batch takes at most max_scratch_bytes",
+            )
+        )
         return Report((Table(("choice", "taken", "reason"), rows, title=format_shape(self.shape)),))
 
 
@@ -194,9 +202,13 @@ def explain(
     scratch   31.50 MiB  temporary tensors of one matrix; a batch takes at most max_scratch_bytes
     """
     if not isinstance(shape, tuple | list) or list(map(type, shape)) != [int, int]:
-        raise TypeError(f"shape must be (rows, columns), two ints such as tuple(x.shape), found {shape!r}")
+        raise TypeError(
+            f"shape must be (rows, columns), two ints such as tuple(x.shape), found {shape!r}"
+        )
     short, long = sorted(shape)
-    request = Request(short, long, torch.device(device), polynomials(coefficients, steps), method, products)
+    request = Request(
+        short, long, torch.device(device), polynomials(coefficients, steps), method, products
+    )
     return plan(request, held, dtype)
 
 
@@ -213,7 +225,9 @@ class Request(NamedTuple):
     """True for a plan that is equal on all machines: installed libraries and CPU features do not count."""
 
 
-def plan(request: Request, held: torch.dtype, dtype: DTypeLike = "auto", *, differentiated: bool = False) -> Plan:
+def plan(
+    request: Request, held: torch.dtype, dtype: DTypeLike = "auto", *, differentiated: bool = False
+) -> Plan:
     """Choose how matrices of one shape are orthogonalized: return a `Plan` of the dtype, method and products.
 
     Args:
@@ -245,7 +259,9 @@ def _choose_dtype(
     if differentiated and dtype == "auto":
         fastest_dtype = wide_dtype(fastest_dtype)
     compute = stable_dtype(fastest_dtype, request.coefficients, dtype)
-    return compute, _why_dtype(held, request.device, dtype, compute != fastest_dtype, differentiated)
+    return compute, _why_dtype(
+        held, request.device, dtype, compute != fastest_dtype, differentiated
+    )
 
 
 def in_fp16_if_better(in_bf16: Plan, request: Request) -> Plan:
@@ -253,7 +269,9 @@ def in_fp16_if_better(in_bf16: Plan, request: Request) -> Plan:
 
     fp16 rounds to three more bits, so more steps can share one Gram matrix (a stage), which saves products.
     """
-    if request.short * request.long > LARGEST_IN_FP16:  # elements of a matrix of norm 1 may be too small for fp16
+    if (
+        request.short * request.long > LARGEST_IN_FP16
+    ):  # elements of a matrix of norm 1 may be too small for fp16
         return in_bf16
     in_fp16 = plan_in(torch.float16, request)
     if not _is_better_in_fp16(in_fp16, in_bf16):
@@ -276,7 +294,9 @@ def check_method(method: MethodLike, coefficients: Polynomials) -> None:
             f"method: found {method!r}, expected 'auto', 'standard' or 'gram', or the steps of each stage: (2, 3)"
         )
     if coefficients.table is not None and method not in ("auto", "standard"):
-        raise ValueError(f"method: found {method!r} with a tensor of coefficients, which only the standard form takes")
+        raise ValueError(
+            f"method: found {method!r} with a tensor of coefficients, which only the standard form takes"
+        )
     if isinstance(method, tuple):
         _check_lengths(method, len(coefficients.steps))
 
@@ -297,15 +317,21 @@ def plan_in(compute: torch.dtype, request: Request, why_dtype: str = "") -> Plan
     `why_dtype` is the reason for this dtype, as text.
     """
     coefficients = request.coefficients
-    rates = _rates(request.device, compute, request.portable)  # how fast the device is at these products
+    rates = _rates(
+        request.device, compute, request.portable
+    )  # how fast the device is at these products
     products = _choose_products(compute, rates, request)
     method, stages, why_method = _choose_method(compute, rates, request, products)
     bound = None  # of the singular values that rounding may produce; unknown for coefficients in a tensor
     if coefficients.table is None:
-        bound = growth_by_rounding(coefficients.steps, restarts_of(stages), coefficients.safety, compute)
+        bound = growth_by_rounding(
+            coefficients.steps, restarts_of(stages), coefficients.safety, compute
+        )
     shape = (request.short, request.long)
     reasons = _Reasons(why_dtype, why_method, products.why)
-    return Plan(shape, compute, method, stages, products.large, products.small, reasons, bound, rates=rates)
+    return Plan(
+        shape, compute, method, stages, products.large, products.small, reasons, bound, rates=rates
+    )
 
 
 @called_once  # hardware queries cannot be traced
@@ -319,7 +345,9 @@ def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan) -> bool:
 
     A stage is some steps that share one Gram matrix. fp16 rounds less than bf16, so more steps can share one.
     """
-    if in_fp16.bound is None or in_bf16.bound is None:  # a tensor of coefficients: its rounding is not bounded
+    if (
+        in_fp16.bound is None or in_bf16.bound is None
+    ):  # a tensor of coefficients: its rounding is not bounded
         return False
     # A bound above the tolerance means that rounding may push singular values too far from 1.
     fp16_stages = len(in_fp16.stages)
@@ -376,7 +404,9 @@ def compute_dtype(
     """
     if isinstance(requested, str):
         if requested != "auto":
-            raise ValueError(f"dtype: found {requested!r}, expected 'auto' or a torch.dtype such as torch.bfloat16")
+            raise ValueError(
+                f"dtype: found {requested!r}, expected 'auto' or a torch.dtype such as torch.bfloat16"
+            )
         fastest = torch.float64
         if dtype != torch.float64:
             fastest = _fastest(device.type, device.index)
@@ -384,23 +414,31 @@ def compute_dtype(
             return fastest
         return stable_dtype(fastest, polynomials(coefficients, steps))
     if requested not in SUPPORTED:
-        raise TypeError(f"dtype: found {requested!r}, expected 'auto' or one of {', '.join(map(str, SUPPORTED))}")
+        raise TypeError(
+            f"dtype: found {requested!r}, expected 'auto' or one of {', '.join(map(str, SUPPORTED))}"
+        )
     return requested
 
 
 @called_once  # a tracer calls this once and keeps the answer
 def _fastest(kind: str, index: int | None) -> torch.dtype:
     """Return the fastest dtype of products on a device, bf16 or fp32, for inputs of at most fp32."""
-    has_bf16 = (kind == "cpu" and cpu_has_bf16()) or (kind == "cuda" and cuda_capability(index)[0] >= 8)
+    has_bf16 = (kind == "cpu" and cpu_has_bf16()) or (
+        kind == "cuda" and cuda_capability(index)[0] >= 8
+    )
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
-def stable_dtype(compute: torch.dtype, coefficients: Polynomials, requested: DTypeLike = "auto") -> torch.dtype:
+def stable_dtype(
+    compute: torch.dtype, coefficients: Polynomials, requested: DTypeLike = "auto"
+) -> torch.dtype:
     """Return a dtype in which the iteration converges: `compute` itself, or fp32 or fp64 if `compute` rounds too much.
 
     A dtype that the user requested is kept, with a warning.
     """
-    if coefficients.table is not None or _is_stable(coefficients, compute):  # coefficients in a tensor are not checked
+    if coefficients.table is not None or _is_stable(
+        coefficients, compute
+    ):  # coefficients in a tensor are not checked
         return compute
     if requested != "auto":
         _warn_of_rounding(compute)
@@ -413,7 +451,10 @@ def stable_dtype(compute: torch.dtype, coefficients: Polynomials, requested: DTy
 def _is_stable(coefficients: Polynomials, compute: torch.dtype) -> bool:
     """Return True if rounding keeps singular values near their bound, with a new Gram matrix for each step."""
     after_every_step = tuple(range(1, len(coefficients.steps)))
-    return growth_by_rounding(coefficients.steps, after_every_step, coefficients.safety, compute) <= TOLERANCE
+    return (
+        growth_by_rounding(coefficients.steps, after_every_step, coefficients.safety, compute)
+        <= TOLERANCE
+    )
 
 
 @called_once  # a tracer calls this, and the warning is given while it traces
@@ -430,7 +471,11 @@ def _warn_of_rounding(compute: torch.dtype) -> None:
 
 @called_once  # hardware queries cannot be traced
 def _why_dtype(
-    held: torch.dtype, device: torch.device, requested: DTypeLike, widened: bool, differentiated: bool
+    held: torch.dtype,
+    device: torch.device,
+    requested: DTypeLike,
+    widened: bool,
+    differentiated: bool,
 ) -> str:
     """Return why matrix products have their dtype, as text for `explain`: the first reason that applies.
 
@@ -457,7 +502,9 @@ def _why_dtype(
         return f"bf16 if the CPU has AMX or AVX512-BF16 and torch has oneDNN; this one {has} bf16 products"
     if device.type == "cuda":
         major, minor = cuda_capability(device.index)
-        assumed = "" if torch.cuda.is_available() else ", assumed because torch finds no CUDA device here"
+        assumed = (
+            "" if torch.cuda.is_available() else ", assumed because torch finds no CUDA device here"
+        )
         return f"compute capability {major}.{minor}{assumed}; bf16 from 8.0 on"
     return f"fp32 on devices of type {device.type}"
 
@@ -488,7 +535,9 @@ def _choose_products(compute: torch.dtype, rates: Rates, request: Request) -> _C
     if not request.portable and quack.is_capable(request.device):
         refusal = quack.refusal(short, long, compute, request.device)
         if refusal is None:
-            return _ChosenProducts("quack", "quack", f"quack-kernels passed its self-test on {request.device}")
+            return _ChosenProducts(
+                "quack", "quack", f"quack-kernels passed its self-test on {request.device}"
+            )
         return _ChosenProducts("batched", "batched", refusal)
     threshold = rates.halving_threshold  # the multiply-adds of a large enough product
     multiply_adds_of_large = short * short * long
@@ -507,7 +556,9 @@ class _Method(NamedTuple):
     why: str
 
 
-def _choose_method(compute: torch.dtype, rates: Rates, request: Request, products: _ChosenProducts) -> _Method:
+def _choose_method(
+    compute: torch.dtype, rates: Rates, request: Request, products: _ChosenProducts
+) -> _Method:
     """Choose the form of the iteration, by the argument `method` of `orthogonalize`, such as "auto" or ``(2, 3)``.
 
     A stage is the steps that share one Gram matrix ``X X^T``. The standard form has one step in each stage, and so
@@ -531,7 +582,9 @@ def _choose_method(compute: torch.dtype, rates: Rates, request: Request, product
     return _Method("gram", _gram_stages(restarts, request), "as given")
 
 
-def _cheaper_method(compute: torch.dtype, rates: Rates, request: Request, products: _ChosenProducts) -> _Method:
+def _cheaper_method(
+    compute: torch.dtype, rates: Rates, request: Request, products: _ChosenProducts
+) -> _Method:
     """Return the Gram form if rounding permits it and it costs less than the standard form, else the standard form.
 
     The Gram form takes several steps on one Gram matrix `X X^T` (a stage), and the standard form one.
@@ -566,7 +619,9 @@ def _why_not_gram(compute: torch.dtype, request: Request) -> str:
     if coefficients.row_scaling:
         return "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown"
     number_of_stages = len(_stable_restarts(compute, coefficients)) + 1
-    if number_of_stages == len(coefficients.steps):  # one step in each stage, which is the standard form
+    if number_of_stages == len(
+        coefficients.steps
+    ):  # one step in each stage, which is the standard form
         return f"{compute} rounds too much for two steps on one Gram matrix"
     return ""
 
@@ -592,7 +647,9 @@ def _gram_stages(restarts: tuple[int, ...], request: Request) -> tuple[GramStage
     return staged(coefficients.steps, restarts, mean, long / short)
 
 
-def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: _ChosenProducts) -> float:
+def _cost(
+    stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: _ChosenProducts
+) -> float:
     """Return the estimated time to orthogonalize an `n x m` matrix, in multiply-adds.
 
     A stage is the steps that share one Gram matrix `R = X X^T`. One stage of one step takes R, its square and a product

@@ -54,7 +54,9 @@ def _with_numbers(coefficients: Coefficients, steps: int | None) -> Polynomials:
     The restarts are the numbers of steps after which the Gram form recomputes `X X^T` from `X`, such as ``(2, 3)``.
     """
     # With dynamic=True, torch.compile replaces numbers by symbols. `fixed` undoes this.
-    polynomial_of_step = tuple((fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(coefficients, steps))
+    polynomial_of_step = tuple(
+        (fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(coefficients, steps)
+    )
     if coefficients.restarts is None:
         restarts = default_restarts(len(polynomial_of_step))
     else:
@@ -73,7 +75,9 @@ def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
     """
     if len(restarts) == 0:
         return ()
-    previous, last = (0, *restarts)[-2:]  # the 0 is for a single restart, whose distance is from the start
+    previous, last = (0, *restarts)[
+        -2:
+    ]  # the 0 is for a single restart, whose distance is from the start
     distance = last - previous
     all_restarts = (*restarts, *range(last + distance, steps, distance))
     return tuple(k for k in all_restarts if k < steps)

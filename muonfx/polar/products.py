@@ -44,7 +44,9 @@ class Functional:
         identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device).expand(x.shape[0], -1, -1)
         return torch.baddbmm(identity, x, x.mT, beta=shift)
 
-    def symmetric(self, addend: Tensor, p: Tensor, q: Tensor, *, beta: float, alpha: float) -> Tensor:
+    def symmetric(
+        self, addend: Tensor, p: Tensor, q: Tensor, *, beta: float, alpha: float
+    ) -> Tensor:
         """Return `beta * addend + alpha * p q` for symmetric matrices that commute, so that the result is symmetric."""
         return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha)
 
@@ -69,10 +71,14 @@ class FunctionalByQuack(Functional):
         """Return `x x^T + shift * I` for each matrix of a batch."""
         identity = None
         if shift != 0:  # quack refuses the batch stride of zero
-            identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device).repeat(x.shape[0], 1, 1)
+            identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device).repeat(
+                x.shape[0], 1, 1
+            )
         return quack.traced_symmetric_matmul(x, identity, 1.0, shift)
 
-    def symmetric(self, addend: Tensor, p: Tensor, q: Tensor, *, beta: float, alpha: float) -> Tensor:
+    def symmetric(
+        self, addend: Tensor, p: Tensor, q: Tensor, *, beta: float, alpha: float
+    ) -> Tensor:
         """Return `beta * addend + alpha * p q` for symmetric matrices that commute, so that the result is symmetric."""
         if p is not q:  # mirroring one triangle would make its error of rounding symmetric
             return super().symmetric(addend, p, q, beta=beta, alpha=alpha)
@@ -137,7 +143,9 @@ class Buffered(Functional):
             return torch.bmm(wide, wide.mT, out=gram)
         return torch.baddbmm(identities, wide, wide.mT, beta=shift, out=gram)
 
-    def symmetric(self, addend: Tensor, p: Tensor, q: Tensor, *, beta: float, alpha: float) -> Tensor:
+    def symmetric(
+        self, addend: Tensor, p: Tensor, q: Tensor, *, beta: float, alpha: float
+    ) -> Tensor:
         """Return `beta * addend + alpha * p q` for symmetric matrices that commute, in a buffer."""
         # Only rounding makes the product of two different matrices asymmetric. The antisymmetric half of this error is
         # harmless. Mirroring one triangle would make all of it symmetric, so only squares are mirrored.
@@ -145,7 +153,9 @@ class Buffered(Functional):
             return self._mirrored(self._small, p, addend, beta=beta, alpha=alpha)
         return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=self._small_matrices())
 
-    def _mirrored(self, how: str, p: Tensor, addend: Tensor | None, *, beta: float, alpha: float) -> Tensor:
+    def _mirrored(
+        self, how: str, p: Tensor, addend: Tensor | None, *, beta: float, alpha: float
+    ) -> Tensor:
         """Return `beta * addend + alpha * p p^T`, a symmetric matrix, of which only one half is computed.
 
         The other half is its mirror image. `how` is "quack" (quack-kernels on a GPU) or "blocks" (products of
@@ -197,7 +207,9 @@ class Buffered(Functional):
         return buffer
 
     def _allocate_small(self, count: int) -> Tensor:
-        return self._workspace.empty((count, self._n, self._n), self._spare.dtype, self._spare.device)
+        return self._workspace.empty(
+            (count, self._n, self._n), self._spare.dtype, self._spare.device
+        )
 
     def _identity_matrices(self, count: int) -> Tensor:
         """Return a batch of identity matrices, which all stages share."""

@@ -77,7 +77,9 @@ def failure(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cuda":
         if not torch.cuda.is_available():  # a plan for a GPU, printed on a machine without one
             return "quack-kernels cannot be tested, because torch finds no CUDA device here"
-        device = torch.empty(0, device=device).device  # with the index of the current device, if it has none
+        device = torch.empty(
+            0, device=device
+        ).device  # with the index of the current device, if it has none
     return _failure(device, dtype)
 
 
@@ -97,12 +99,16 @@ def _failure(device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         with untraced():
             problem = _first_error(device, dtype)
-    except Exception as error:  # a kernel that cannot be compiled or launched must not end a training run
+    except (
+        Exception
+    ) as error:  # a kernel that cannot be compiled or launched must not end a training run
         problem = f"{type(error).__name__}: {error}"
     if problem is None:
         return None
     failed = f"quack-kernels failed its self-test on {device}"
-    warnings.warn(f"{failed}, so torch's products are used: {problem}", RuntimeWarning, stacklevel=2)
+    warnings.warn(
+        f"{failed}, so torch's products are used: {problem}", RuntimeWarning, stacklevel=2
+    )
     return f"{failed}: {problem}"
 
 
@@ -170,7 +176,9 @@ def _first_error(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def relative_error(p: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0) -> float:
+def relative_error(
+    p: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+) -> float:
     """Return the largest error of an entry of `alpha p p^T + beta addend` by quack, divided by its bound."""
     n, k = p.shape[-2:]
     out = torch.full((len(p), n, n), torch.nan, dtype=p.dtype, device=p.device)

@@ -27,7 +27,9 @@ class Rates(NamedTuple):
 
 _AVX512 = "measured on 2 cores of Zen 5, torch 2.13"
 _AVX = "measured on 2 cores of an AVX512-BF16 CPU, with AVX512 and restricted to AVX2, torch 2.13"
-_AVX2 = "bf16 without bf16 instructions: measured on 2 cores of a CPU restricted to AVX2, torch 2.13"
+_AVX2 = (
+    "bf16 without bf16 instructions: measured on 2 cores of a CPU restricted to AVX2, torch 2.13"
+)
 _AMX = (
     "halving measured to lose up to 1024 x 4096, on 2 threads of a CPU with AMX, torch 2.13; "
     "a pass scaled from AVX512-BF16, not measured"

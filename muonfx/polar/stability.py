@@ -44,7 +44,9 @@ _DIVERGED = 10.0
 
 
 @called_once  # a tracer calls this once and keeps the answer
-def growth_by_rounding(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, dtype: torch.dtype) -> float:
+def growth_by_rounding(
+    steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, dtype: torch.dtype
+) -> float:
     """Return the factor by which rounding to `dtype` may increase the largest singular value after all steps.
 
     It is 1.02 if it may be 2 percent larger than in exact arithmetic, and infinity if rounding may make the iteration
@@ -99,7 +101,9 @@ def _bound(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, un
     cuts = (0, *restarts, len(steps))  # (0, 2, 3, 5) for stages of 2, 1 and 2 steps
     with untraced():
         for start, end in itertools.pairwise(cuts):
-            product_error = _SHARE * (end - start) * unit  # assumed to grow with the number of steps in the stage
+            product_error = (
+                _SHARE * (end - start) * unit
+            )  # assumed to grow with the number of steps in the stage
             top = _after_stage(steps[start:end], top, product_error)
             if not top <= _DIVERGED:  # also for NaN
                 return math.inf

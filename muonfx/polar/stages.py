@@ -48,7 +48,9 @@ def default_restarts(steps: int) -> tuple[int, ...]:
     return tuple(k for k in range(1, steps) if k % 3 != 1)
 
 
-def staged(steps: Sequence[Step], restarts: Sequence[int], mean: float | None, aspect: float) -> tuple[GramStage, ...]:
+def staged(
+    steps: Sequence[Step], restarts: Sequence[int], mean: float | None, aspect: float
+) -> tuple[GramStage, ...]:
     """Split the steps of an iteration into stages, whose steps share one Gram matrix `X X^T`.
 
     Each stage also has a `center`, about the mean eigenvalue of its Gram matrix. The iteration stores the difference
@@ -98,7 +100,9 @@ def _mean_after_cached(steps: tuple[Step, ...], mean: float, aspect: float) -> f
     sum_of_weights = 0.0
     weighted_sum = 0.0
     for eigenvalue, weight in _gaussian_eigenvalues(aspect):
-        first_eigenvalue = min(mean * eigenvalue, 1.0)  # X is divided by its norm, so none exceeds 1
+        first_eigenvalue = min(
+            mean * eigenvalue, 1.0
+        )  # X is divided by its norm, so none exceeds 1
         sum_of_weights += weight
         weighted_sum += weight * _eigenvalue_after(steps, first_eigenvalue)
     mean_after = weighted_sum / sum_of_weights

@@ -11,7 +11,9 @@ A label is the name of a group of parameters, such as "muon"; all parameters of 
 - `muonfx.partition` applies a transform to each label's parameters; `muonfx.masked` applies one to a subset.
 
 >>> from torch import nn
->>> model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+>>> model = nn.Sequential(
+...     nn.Embedding(16, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+... )
 >>> describe(default_labels(model, [(path("2.*"), "sgd")]), model)
 parameter  shape   label  rule
 0.weight   16 x 8  adamw  embedding (module type Embedding)

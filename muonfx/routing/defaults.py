@@ -123,7 +123,9 @@ def default_labels(
     if hidden and not isinstance(model_or_params, nn.Module):
         _warn_of_unknown_module_types(hidden)
     if not _has_head(decisions, label_of_role["hidden"]):
-        possible_heads = [info for info in hidden if module_path(info.name) in decisions.structure.possible_heads]
+        possible_heads = [
+            info for info in hidden if module_path(info.name) in decisions.structure.possible_heads
+        ]
         if possible_heads:
             _warn_of_no_head(possible_heads, label_of_role)
     return labels
@@ -147,7 +149,9 @@ def _name_and_shape(info: ParamInfo) -> str:
     return f"{info.name!r} {info.shape}"
 
 
-def _warn_of_no_head(possible_heads: Sequence[ParamInfo], label_of_role: Mapping[Role, Label]) -> None:
+def _warn_of_no_head(
+    possible_heads: Sequence[ParamInfo], label_of_role: Mapping[Role, Label]
+) -> None:
     """Warn that layers that may be output heads were labelled as hidden matrices, with code that labels them as heads.
 
     The code is a rule, such as ``(muonfx.routing.path('fc.weight'), 'adamw')``. ``label_of_role`` has the label of each
@@ -257,7 +261,9 @@ def _decide(model_or_params: Params, rules: Sequence[Rule]) -> _Decisions:
     return _Decisions(infos, absent, label_by_rule, structure, roles_of(infos, structure))
 
 
-def _labels(model_or_params: Params, decisions: _Decisions, label_of_role: Mapping[Role, Label]) -> Labels:
+def _labels(
+    model_or_params: Params, decisions: _Decisions, label_of_role: Mapping[Role, Label]
+) -> Labels:
     """Return the labels of the parameters, by the user's rules or else by their roles, with a reason for each.
 
     Args:
@@ -278,7 +284,9 @@ def _labels(model_or_params: Params, decisions: _Decisions, label_of_role: Mappi
     # Other roles are not trained as matrices, so that a fused weight of them need not be divided.
     whole_labels = {label_of_role[role] for role in ROLES if role != "hidden"}
     read_in_parts = decisions.structure.read_in_parts
-    return make_labels(model_or_params, infos, labels_with_reasons, decisions.absent, read_in_parts, whole_labels)
+    return make_labels(
+        model_or_params, infos, labels_with_reasons, decisions.absent, read_in_parts, whole_labels
+    )
 
 
 def _has_head(decisions: _Decisions, hidden_label: Label) -> bool:
@@ -287,7 +295,9 @@ def _has_head(decisions: _Decisions, hidden_label: Label) -> bool:
     The structure of the model shows it, or a role, or a rule of the user that gives a matrix another label than
     ``hidden_label``, such as "muon".
     """
-    if decisions.structure.heads:  # such a head may have another role: "vector" if it returns one number
+    if (
+        decisions.structure.heads
+    ):  # such a head may have another role: "vector" if it returns one number
         return True
     for info in decisions.infos:
         if _is_head(info, decisions.roles[info.name].role):

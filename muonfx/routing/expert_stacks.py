@@ -80,7 +80,9 @@ def _width_read_by_router(info: ParamInfo, modules: Mapping[str, nn.Module]) -> 
     shape (8, 64) is one, in the module "moe" around the experts, so that the result is 64. The module "moe.experts"
     itself may also contain it.
     """
-    experts_path = _path_without_wrappers(_path_around_layer(info.name))  # "moe.experts" for "moe.experts.w1"
+    experts_path = _path_without_wrappers(
+        _path_around_layer(info.name)
+    )  # "moe.experts" for "moe.experts.w1"
     path_around_experts = _path_without_wrappers(module_path(experts_path))  # "moe"
     number_of_experts = info.shape[-3]  # 8 for a stack of shape (8, 32, 64)
     for path in (experts_path, path_around_experts):  # the nearest module with a router decides
@@ -89,7 +91,9 @@ def _width_read_by_router(info: ParamInfo, modules: Mapping[str, nn.Module]) -> 
             continue
         widths: set[int] = set()
         for param in module.parameters():
-            if param.ndim == 2 and len(param) == number_of_experts:  # a router has a row for each expert
+            if (
+                param.ndim == 2 and len(param) == number_of_experts
+            ):  # a router has a row for each expert
                 widths.add(param.shape[1])
         if len(widths) > 1:  # matrices of several widths may be the router
             return None
@@ -111,7 +115,11 @@ def _read_by_rows(info: ParamInfo, hidden_width: int, shapes: Shapes) -> bool:
     An expert with a gate has two stacks that read the hidden width, 64, and one that reads the inner width, 24. Without
     a gate, it has one of each, and the first one reads the hidden width.
 
-    >>> shapes = {"experts.gate": (8, 64, 24), "experts.up": (8, 64, 24), "experts.down": (8, 24, 64)}
+    >>> shapes = {
+    ...     "experts.gate": (8, 64, 24),
+    ...     "experts.up": (8, 64, 24),
+    ...     "experts.down": (8, 24, 64),
+    ... }
     >>> _read_by_rows(ParamInfo("experts.gate", (8, 64, 24)), 64, shapes)
     True
 
@@ -163,7 +171,9 @@ def split_of_stack(info: ParamInfo, stored: str, shapes: Shapes) -> str | None:
         return None
     stacks = _stacks_of_module(info, shapes)
     names = list(stacks)
-    later_names = names[names.index(info.name) + 1 :]  # only parameters after this one can read its outputs
+    later_names = names[
+        names.index(info.name) + 1 :
+    ]  # only parameters after this one can read its outputs
     later_shapes = [stacks[name] for name in later_names]
     # The order (out, in) may be assumed and wrong, so that (in, out) is tried after it.
     orders = (STACK, TRANSPOSED_STACK) if stored == STACK else (TRANSPOSED_STACK,)
@@ -174,13 +184,18 @@ def split_of_stack(info: ParamInfo, stored: str, shapes: Shapes) -> str | None:
     return None
 
 
-def _number_of_parts(shape: tuple[int, ...], later_shapes: Sequence[tuple[int, ...]], order: str) -> int | None:
+def _number_of_parts(
+    shape: tuple[int, ...], later_shapes: Sequence[tuple[int, ...]], order: str
+) -> int | None:
     """Return the number of parts, 2 or 3, in which a later stack reads the outputs of a stack; None if it reads none.
 
     For 8 experts of a gated linear unit, from 32 to 2 x 24 features and back, it is 2. If the later stack reads all 48
     features, it is None:
 
-    >>> _number_of_parts((8, 48, 32), [(8, 32, 24)], STACK), _number_of_parts((8, 48, 32), [(8, 32, 48)], STACK)
+    >>> (
+    ...     _number_of_parts((8, 48, 32), [(8, 32, 24)], STACK),
+    ...     _number_of_parts((8, 48, 32), [(8, 32, 48)], STACK),
+    ... )
     (2, None)
 
     Args:

@@ -28,7 +28,9 @@ def fused_layer(name: str, holder: nn.Module | None) -> Fused | None:
     holder_class = written_type(holder)
     for fused in FUSED:
         is_of_package = holder_class.__module__.startswith(fused.package)
-        has_names = re.fullmatch(fused.layer, f"{holder_class.__name__}:{name}")  # such as "GPT2Attention:c_attn"
+        has_names = re.fullmatch(
+            fused.layer, f"{holder_class.__name__}:{name}"
+        )  # such as "GPT2Attention:c_attn"
         if is_of_package and has_names and _has_attributes(holder, fused):
             return fused
     return None
@@ -85,7 +87,9 @@ def _split_by_sizes(part_names: list[str], sizes: list[int], stored: str, rows: 
     return in_parts(stored, dict(zip(part_names, sizes, strict=True)))
 
 
-def _split_by_pattern(template: str, stored: str, holder: nn.Module | None, rows: int) -> str | None:
+def _split_by_pattern(
+    template: str, stored: str, holder: nn.Module | None, rows: int
+) -> str | None:
     """Return the pattern that splits interleaved rows, with sizes that are attributes of a module; None if none fits.
 
     Here, a matrix of 48 rows is query, key and value for each of 8 heads. The number of heads is an attribute:
@@ -133,7 +137,10 @@ def _number(module: nn.Module | None, formula: str) -> int:
     The formulas are the entries of a table of known layers, such as "config.num_heads*head_dim" or
     "num_heads//num_kv_heads": factors with "*" between them, and at most one divisor.
 
-    >>> _number(nn.Linear(6, 4), "in_features*out_features"), _number(nn.Linear(6, 4), "in_features//out_features")
+    >>> (
+    ...     _number(nn.Linear(6, 4), "in_features*out_features"),
+    ...     _number(nn.Linear(6, 4), "in_features//out_features"),
+    ... )
     (24, 0)
     """
     product, _, divisor_name = formula.partition("//")  # without "//", the divisor is ""

@@ -30,7 +30,9 @@ def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
 
     A glob, such as "*.fc.weight", matches only names with its value, and none of ``others``.
 
-    >>> patterns({"h.0.fc.weight": "a", "h.1.fc.weight": "a", "h.1.proj.weight": "b"}, ["head.fc.weight"])
+    >>> patterns(
+    ...     {"h.0.fc.weight": "a", "h.1.fc.weight": "a", "h.1.proj.weight": "b"}, ["head.fc.weight"]
+    ... )
     {'*h.*.fc.weight': 'a', '*.proj.weight': 'b'}
     """
     all_names = {*values, *others}
@@ -66,10 +68,14 @@ def _globs(name: str) -> Iterator[str]:
     """
     components = [escape(component) for component in name.split(".")]
     starts = _starts_of_endings(components)
-    for glob_components in _with_wildcards(components):  # ["h", "*", "fc", "weight"], and then with the number 0
+    for glob_components in _with_wildcards(
+        components
+    ):  # ["h", "*", "fc", "weight"], and then with the number 0
         for start in starts:
             ending = ".".join(glob_components[start:])
-            if start == 0:  # without a dot after "*", so that the glob also matches the name without a wrapper
+            if (
+                start == 0
+            ):  # without a dot after "*", so that the glob also matches the name without a wrapper
                 yield f"*{ending}"
             else:
                 yield f"*.{ending}"

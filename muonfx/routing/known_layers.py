@@ -63,8 +63,18 @@ _BY_HEAD = "(heads={%s} part=3 dim) -> part (heads dim)"
 # 1.0, diffusers 0.42 and torchtitan 0.3.0. Each applies to classes of its package only: a class of this name elsewhere
 # may differ.
 FUSED = (
-    Fused("GPTBigCodeAttention:c_attn", _QKV, sizes=("embed_dim", "kv_dim", "kv_dim"), requires="multi_query"),
-    Fused("GPTBigCodeAttention:c_attn", _QKV, pattern=_BY_HEAD % "num_heads", excludes="is_cross_attention"),
+    Fused(
+        "GPTBigCodeAttention:c_attn",
+        _QKV,
+        sizes=("embed_dim", "kv_dim", "kv_dim"),
+        requires="multi_query",
+    ),
+    Fused(
+        "GPTBigCodeAttention:c_attn",
+        _QKV,
+        pattern=_BY_HEAD % "num_heads",
+        excludes="is_cross_attention",
+    ),
     Fused(
         "(GPT2|DecisionTransformerGPT2|ImageGPT)Attention:c_attn",
         "key, value",
@@ -74,12 +84,22 @@ FUSED = (
     Fused(
         "(Phi3|Phi4Multimodal)Attention:qkv_proj",
         _QKV,
-        sizes=("config.num_attention_heads*head_dim", "num_key_value_heads*head_dim", "num_key_value_heads*head_dim"),
+        sizes=(
+            "config.num_attention_heads*head_dim",
+            "num_key_value_heads*head_dim",
+            "num_key_value_heads*head_dim",
+        ),
     ),
     # Four groups of query, value and key, in this order, were the cores of a TPU.
-    Fused("CodeGenAttention:qkv_proj", "query, value, key", pattern="(cores=4 part=3 dim) -> part (cores dim)"),
+    Fused(
+        "CodeGenAttention:qkv_proj",
+        "query, value, key",
+        pattern="(cores=4 part=3 dim) -> part (cores dim)",
+    ),
     Fused("MiniMaxLightningAttention:qkv_proj", _QKV, pattern=_BY_HEAD % "num_attention_heads"),
-    Fused("DbrxAttention:Wqkv", _QKV, sizes=("hidden_size", *("num_key_value_heads*head_dim",) * 2)),
+    Fused(
+        "DbrxAttention:Wqkv", _QKV, sizes=("hidden_size", *("num_key_value_heads*head_dim",) * 2)
+    ),
     Fused("(ModernBertAttention|MptAttention):Wqkv", _QKV),
     Fused("Bark.*Attention:att_proj", _QKV),
     Fused("Exaone4_5_VisionAttention:qkv", _QKV, sizes=("q_dim", "kv_dim", "kv_dim")),
@@ -97,9 +117,15 @@ FUSED = (
         sizes=("num_heads*head_dim", "head_dim", "head_dim"),
         requires="multi_query",
     ),
-    Fused("GPTNeoXAttention:query_key_value", _QKV, pattern=_BY_HEAD % "config.num_attention_heads"),
-    Fused("GPTNeoXJapaneseAttention:query_key_value", _QKV, pattern=_BY_HEAD % "num_attention_heads"),
-    Fused("(Bloom|Persimmon|Falcon).*Attention:query_key_value", _QKV, pattern=_BY_HEAD % "num_heads"),
+    Fused(
+        "GPTNeoXAttention:query_key_value", _QKV, pattern=_BY_HEAD % "config.num_attention_heads"
+    ),
+    Fused(
+        "GPTNeoXJapaneseAttention:query_key_value", _QKV, pattern=_BY_HEAD % "num_attention_heads"
+    ),
+    Fused(
+        "(Bloom|Persimmon|Falcon).*Attention:query_key_value", _QKV, pattern=_BY_HEAD % "num_heads"
+    ),
     Fused(
         "Qwen(3Next|3_5|3_5Moe|4ExpText)Attention:q_proj",
         "query, gate",
@@ -123,7 +149,11 @@ FUSED = (
         pattern="(heads={num_attention_heads} (key={key_dim} + value)) -> (heads key), (heads value)",
     ),
     Fused("PPDocLayout.*GlobalPointer:dense", "query, key"),
-    Fused("xLSTMLayer:qkv_opreact", "query, key, value, gate", sizes=("qk_dim", "qk_dim", "v_dim", "v_dim")),
+    Fused(
+        "xLSTMLayer:qkv_opreact",
+        "query, key, value, gate",
+        sizes=("qk_dim", "qk_dim", "v_dim", "v_dim"),
+    ),
     Fused("xLSTMLayer:ifgate_preact", "input gate, forget gate"),
     Fused(
         "xLSTMFeedForward:proj_up_gate_z|(Moshi|KyutaiSpeechToText)GatingMLP:fc1",
@@ -136,7 +166,11 @@ FUSED = (
         pattern="(heads={num_k_heads} (query={head_k_dim} + key={head_k_dim} + value={value_dim//num_k_heads} + "
         "gate={value_dim//num_k_heads})) -> (heads query), (heads key), (heads value), (heads gate)",
     ),
-    Fused(".*GatedDeltaNet:in_proj_ba", "b, a", pattern="(heads={num_k_heads} part=2 dim) -> part (heads dim)"),
+    Fused(
+        ".*GatedDeltaNet:in_proj_ba",
+        "b, a",
+        pattern="(heads={num_k_heads} part=2 dim) -> part (heads dim)",
+    ),
     Fused(
         "JetMoeAttention:kv_proj|.*:to_kv",
         "key, value",
@@ -154,8 +188,16 @@ FUSED = (
     ),
     Fused("Lfm[23].*ShortConv:in_proj", "B, C, state"),
     Fused("DisentangledSelfAttention:in_proj", _QKV, pattern=_BY_HEAD % "num_attention_heads"),
-    Fused("DbrxExpertGLU:[wv][12]", "one matrix an expert", pattern="(part={moe_num_experts} out) -> part out"),
-    Fused("DeepseekV4Attention:o_a_proj", "one matrix a group", pattern="(part={o_a_proj.n_groups} out) -> part out"),
+    Fused(
+        "DbrxExpertGLU:[wv][12]",
+        "one matrix an expert",
+        pattern="(part={moe_num_experts} out) -> part out",
+    ),
+    Fused(
+        "DeepseekV4Attention:o_a_proj",
+        "one matrix a group",
+        pattern="(part={o_a_proj.n_groups} out) -> part out",
+    ),
     Fused("GptOssExperts:gate_up_proj", "gate, up", pattern="(dim part=2) -> part dim"),
     Fused(
         ".*:gate_up_proj|(Granite|JetMoe).*(MLP|MoE):input_linear",
@@ -196,9 +238,13 @@ FUSED = (
         _QKV,
         package="timm.",
     ),
-    Fused("BottleneckAttn:qkv", _QKV, sizes=("dim_out_qk", "dim_out_qk", "dim_out_v"), package="timm."),
+    Fused(
+        "BottleneckAttn:qkv", _QKV, sizes=("dim_out_qk", "dim_out_qk", "dim_out_v"), package="timm."
+    ),
     Fused("LambdaLayer:qkv", _QKV, sizes=("num_heads*dim_qk", "dim_qk", "dim_v"), package="timm."),
-    Fused("LiteMLA:qkv", _QKV, pattern="(heads part=3 dim={dim}) -> part (heads dim)", package="timm."),
+    Fused(
+        "LiteMLA:qkv", _QKV, pattern="(heads part=3 dim={dim}) -> part (heads dim)", package="timm."
+    ),
     Fused(
         "LinearSelfAttention:qkv_proj",
         _QKV,
@@ -248,7 +294,10 @@ FUSED = (
     Fused("AdaLayerNormZeroSingle:linear", "three modulations", count=3, package="diffusers."),
     Fused("LuminaRMSNormZero:linear", "four modulations", count=4, package="diffusers."),
     Fused(
-        "(AdaLayerNorm(Zero|Single)|CogVideoXLayerNormZero):linear", "six modulations", count=6, package="diffusers."
+        "(AdaLayerNorm(Zero|Single)|CogVideoXLayerNormZero):linear",
+        "six modulations",
+        count=6,
+        package="diffusers.",
     ),
     Fused("(AdaLayerNorm(Continuous)?|AdaGroupNorm):linear", "scale, shift", package="diffusers."),
     Fused("(DiT)?Transformer2DModel:proj_out_1", "shift, scale", package="diffusers."),
@@ -259,10 +308,18 @@ FUSED = (
         "-> (groups query dim), (groups key dim), (groups value dim)",
         package="torchtitan.",
     ),
-    Fused("Attention:wkv_a", "latent, rotary", sizes=("kv_lora_rank", "qk_rope_head_dim"), package="torchtitan."),
+    Fused(
+        "Attention:wkv_a",
+        "latent, rotary",
+        sizes=("kv_lora_rank", "qk_rope_head_dim"),
+        package="torchtitan.",
+    ),
     Fused("Attention:wkv_b", "key, value", pattern=_LATENT % "n_heads", package="torchtitan."),
     Fused(
-        "GptOssGroupedExperts:mlp1_weight_EGD", "gate, up", pattern="(dim part=2) -> part dim", package="torchtitan."
+        "GptOssGroupedExperts:mlp1_weight_EGD",
+        "gate, up",
+        pattern="(dim part=2) -> part dim",
+        package="torchtitan.",
     ),
     Fused("SelfAttention:qkv", _QKV, package="torchtitan."),
     Fused(
@@ -280,16 +337,31 @@ FUSED_IN_TORCH = (
 )
 # Names of layers that are nearly always fused, for unknown code, and names for their parts.
 SUSPECTS = (
-    (re.compile(r"(.*_)?w?qkv(_.*)?|c_attn|query_key_value|in_proj_weight", re.IGNORECASE), ("q", "k", "v")),
+    (
+        re.compile(r"(.*_)?w?qkv(_.*)?|c_attn|query_key_value|in_proj_weight", re.IGNORECASE),
+        ("q", "k", "v"),
+    ),
     (re.compile(r"(.*_)?w?kv(_proj|_linear)?", re.IGNORECASE), ("k", "v")),
     (re.compile(r"(fused_)?(gate_up|up_gate)(_proj)?|w1_?w?[23]", re.IGNORECASE), ("a", "b")),
 )
 STORED = (
     Stored("Conv1D", "weight", TRANSPOSED),
     Stored(".*MultiModalProjector", "mm_input_projection_weight", TRANSPOSED),
-    Stored("XLNetRelativeAttention", "[qkvr]", "in heads dim -> (heads dim) in", note="heads side by side"),
-    Stored("XLNetRelativeAttention", "o", "out heads dim -> out (heads dim)", note="heads side by side"),
-    Stored("FunnelRelMultiheadAttention", "r_kernel", "in heads dim -> (heads dim) in", note="heads side by side"),
+    Stored(
+        "XLNetRelativeAttention",
+        "[qkvr]",
+        "in heads dim -> (heads dim) in",
+        note="heads side by side",
+    ),
+    Stored(
+        "XLNetRelativeAttention", "o", "out heads dim -> out (heads dim)", note="heads side by side"
+    ),
+    Stored(
+        "FunnelRelMultiheadAttention",
+        "r_kernel",
+        "in heads dim -> (heads dim) in",
+        note="heads side by side",
+    ),
     Stored("RecurrentGemmaRglru", "(input|recurrent)_gate_weight", TRANSPOSED_STACK),
     Stored("GroupedLinearLayer", "weight", TRANSPOSED_STACK),
     Stored(".*FlexibleLinear", "weight", STACK),

@@ -44,10 +44,14 @@ _HEAD_OF_ATTENTION = "((attn|attention|multi)_(.*_)?|(query|key|value|[qkvo]|qk|
 _FRONT = r"\b([^.]*_)?(encoder|tower|backbone|visual|vocoder|trunk|extractor|embedder)(_\d+)*"
 _END = r"(_\d+)*$"
 
-NORM = NameRule("vector", "last", rf"(^|_)(norms?|layernorm|rmsnorm|batchnorm|groupnorm|ln|bn|gn){_END}")
+NORM = NameRule(
+    "vector", "last", rf"(^|_)(norms?|layernorm|rmsnorm|batchnorm|groupnorm|ln|bn|gn){_END}"
+)
 """Norms. It decides only for named tensors without a model: else the type of the module does."""
 GATE = NameRule(
-    "other", "any", rf"(^|_)(moe|experts?)_(.*_)?(gate|gating){_END}|^(gate|gating|gate_network|gating_network){_END}"
+    "other",
+    "any",
+    rf"(^|_)(moe|experts?)_(.*_)?(gate|gating){_END}|^(gate|gating|gate_network|gating_network){_END}",
 )
 """Gates of a mixture of experts, or of a gated MLP, where they are hidden."""
 FIRST_CONVOLUTION = NameRule(
@@ -61,9 +65,15 @@ NAME_RULES = (
     # gate_up_proj_bias, attention_biases; mlp1_bias_EG in torchtitan; pos_bias_u in Transformer-XL
     NameRule("vector", "tensor", r"(^|_)bias(es)?(_\d+)*(_[a-z]{1,3})?$"),
     # pos_emb, embed_tokens, vision_embed_tokens_extend; rel_pos_x_bias, a layer of attention biases
-    NameRule("embedding", "last", rf"^(?!(.*_)?patch(_|$))(.*_)?{_EMBED}(_{_EMBEDDED})?{_END}|^{_EMBED}_{_EMBEDDED}_"),
     NameRule(
-        "embedding", "layer", rf"(^|_)(embedding_table|bias_table|pos_bias|bias(es)?|relative_attention_bias){_END}"
+        "embedding",
+        "last",
+        rf"^(?!(.*_)?patch(_|$))(.*_)?{_EMBED}(_{_EMBEDDED})?{_END}|^{_EMBED}_{_EMBEDDED}_",
+    ),
+    NameRule(
+        "embedding",
+        "layer",
+        rf"(^|_)(embedding_table|bias_table|pos_bias|bias(es)?|relative_attention_bias){_END}",
     ),
     NameRule("embedding", "path", r"\bshared$"),  # of T5 and BART
     # pos_embed, class_embedding_table; not embed_proj, which is a matrix
@@ -76,13 +86,21 @@ NAME_RULES = (
         rf"(^|_)(rpb|pe|ape|pos|positions?|encodings?|table|bias_table){_END}|^latents_|^rel_pos_",
     ),
     # rates of state-space and RWKV layers; gains
-    NameRule("vector", "tensor", r"^(a_log|d|time_decay|time_first|time_faaaa)$|(^|_)(scales?|gamma|gain)(_\d+)*$"),
+    NameRule(
+        "vector",
+        "tensor",
+        r"^(a_log|d|time_decay|time_first|time_faaaa)$|(^|_)(scales?|gamma|gain)(_\d+)*$",
+    ),
     NORM,
-    NameRule("other", "last", r"^(x_proj|dt_proj)(_weight)?$"),  # from the input to the rates of a state-space layer
+    NameRule(
+        "other", "last", r"^(x_proj|dt_proj)(_weight)?$"
+    ),  # from the input to the rates of a state-space layer
     # layers that embed patches of an image: to_patch_embedding, patch_embed_proj, embed_patch; x_embedder.proj
     NameRule("other", "any", rf"(^|_)(patch_(.*_)?({_EMBED}|embed_[a-z]+)|embed_patch){_END}"),
     NameRule("other", "path", r"\w*(?<![a-z])(embed|embedder)(_\d+)*\.proj(ection)?$"),
-    NameRule("other", "path", rf"\w*(?<![a-z]){_EMBED}(_\d+)*\.(\w*_)?patch_(\w*_)?proj(ection)?{_END}"),
+    NameRule(
+        "other", "path", rf"\w*(?<![a-z]){_EMBED}(_\d+)*\.(\w*_)?patch_(\w*_)?proj(ection)?{_END}"
+    ),
     NameRule("other", "any", r"(^|_)(routers?|routing)(_|$)"),  # of a mixture of experts
     GATE,
     # lm_head, classifier_2, logits_dense, embed_out in GPT-NeoX; all layers inside them, too
@@ -94,11 +112,15 @@ NAME_RULES = (
         r"^(score|cls_score|output_layer|vocab_proj(ector)?|qa_outputs|seq_relationship|ctc_proj|decoder_pred"
         rf"|predict_(state|action|return)|action_out_proj|feat_out|prob_out|final_linear|lm_heads){_END}",
     ),
-    NameRule("head", "path", r"\bdecoder(\.output_projection)?$"),  # from features to the vocabulary in BERT
+    NameRule(
+        "head", "path", r"\bdecoder(\.output_projection)?$"
+    ),  # from features to the vocabulary in BERT
     # Heads only as direct children of the model, as in torchtitan, ResNet and Whisper. A number above 1 marks the last
     # of several layers, such as proj_out_2 in DiT. The loss of wav2vec 2.0 compares project_hid and project_q.
     NameRule(
-        "head", "child", r"^(fc|(output|out|proj_out|conv_out|conv_post|proj_out_conv)(_[2-9])?|project_(hid|q))$"
+        "head",
+        "child",
+        r"^(fc|(output|out|proj_out|conv_out|conv_post|proj_out_conv)(_[2-9])?|project_(hid|q))$",
     ),
     NameRule("head", "child", "^projector$", sibling="classifier"),
     NameRule(
@@ -172,7 +194,9 @@ class Name:
         match = re.search(pattern, path_in_words)
         if match is None:
             return None
-        first = path_in_words.count(".", 0, match.start())  # the index of the first component of the match
+        first = path_in_words.count(
+            ".", 0, match.start()
+        )  # the index of the first component of the match
         last = path_in_words.count(".", 0, match.end())
         return ".".join(self.path[first : last + 1])
 
@@ -190,14 +214,21 @@ class Name:
 def _components(name: str) -> list[str]:
     """Split a parameter name at its dots, without the components that wrappers and peft's adapters add.
 
-    >>> _components("_orig_mod.fc.base_layer.weight"), _components("head.modules_to_save.default.weight")
+    >>> (
+    ...     _components("_orig_mod.fc.base_layer.weight"),
+    ...     _components("head.modules_to_save.default.weight"),
+    ... )
     (['fc', 'weight'], ['head', 'weight'])
     """
     components = plain_name(name).split(".")
-    if "modules_to_save" in components[:-1]:  # as in "head.modules_to_save.default.weight", with the adapter's name
+    if (
+        "modules_to_save" in components[:-1]
+    ):  # as in "head.modules_to_save.default.weight", with the adapter's name
         index = components.index("modules_to_save")  # this component and the next one are removed
         del components[index : index + 2]
-    components = [component for component in components if component not in ("base_layer", "original_module")]
+    components = [
+        component for component in components if component not in ("base_layer", "original_module")
+    ]
     return components or [name]
 
 
@@ -218,7 +249,13 @@ def _path_of_layer(components: list[str]) -> list[str]:
 def words_of(component: str) -> str:
     """Return the words and numbers of a component, in lower case and joined by "_".
 
-    >>> words_of("embedTokens"), words_of("lm_head"), words_of("QKVProj"), words_of("conv1"), words_of("A_log")
+    >>> (
+    ...     words_of("embedTokens"),
+    ...     words_of("lm_head"),
+    ...     words_of("QKVProj"),
+    ...     words_of("conv1"),
+    ...     words_of("A_log"),
+    ... )
     ('embed_tokens', 'lm_head', 'qkv_proj', 'conv_1', 'a_log')
     """
     # A word is either capitals that no small letter follows, as in "QKV", or small letters after at most one capital.

@@ -16,7 +16,9 @@ from torch.nn.utils import parametrize
 from muonfx import tree
 from muonfx.internal.wrappers import WRAPPERS
 
-Params: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | object
+Params: TypeAlias = (
+    nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | object
+)
 """A model; named tensors, as a mapping or as (name, tensor) pairs; or any pytree of tensors."""
 
 PLAIN_LEAVES = frozenset({"weight", "kernel", "w", "weight_orig"})
@@ -122,7 +124,9 @@ def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]
     if isinstance(params, nn.Module):
         return _read_model(params), ()
     values: dict[str, object] = {}
-    names_of_tensor: dict[int, list[str]] = {}  # by the id of the tensor: several names if it is tied
+    names_of_tensor: dict[
+        int, list[str]
+    ] = {}  # by the id of the tensor: several names if it is tied
     for name, value in _named_values(params):
         if name in values:
             raise ValueError(
@@ -136,7 +140,9 @@ def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]
         if value is None:  # the parameter is left out of this tree
             absent_names.append(name)
             continue
-        other_names = [other_name for other_name in names_of_tensor[id(value)] if other_name != name]
+        other_names = [
+            other_name for other_name in names_of_tensor[id(value)] if other_name != name
+        ]
         infos.append(_info(name, value, tied=tuple(other_names)))
     return tuple(infos), tuple(absent_names)
 
@@ -153,7 +159,9 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
     modules = dict(model.named_modules(remove_duplicate=False))
     infos: list[ParamInfo] = []
     for tensor, names in names_of.items():
-        module_types: list[type] = []  # for each name, the class of the module, such as nn.Embedding and nn.Linear
+        module_types: list[
+            type
+        ] = []  # for each name, the class of the module, such as nn.Embedding and nn.Linear
         for name in names:
             module = modules[module_path(name)]  # of a parametrized weight, the module around it
             module_types.append(written_type(module))
@@ -198,7 +206,9 @@ def _named_values(params: object) -> Iterable[tuple[str, object]]:
         return pairs
     if isinstance(params, Mapping):
         value_of = dict(cast("Mapping[object, object]", params))
-        has_tensors = all(value is None or isinstance(value, torch.Tensor) for value in value_of.values())
+        has_tensors = all(
+            value is None or isinstance(value, torch.Tensor) for value in value_of.values()
+        )
         pairs = list(value_of.items())
         if has_tensors and _is_pairs(pairs):  # a flat dict with strings as keys
             return pairs  # in the order of the dict; the names of a pytree would be sorted
@@ -219,7 +229,11 @@ def _is_pairs(params: object) -> TypeGuard[Sequence[tuple[str, object]]]:
 
 
 def _info(
-    name: str, tensor: object, tied: tuple[str, ...], module: type | None = None, tied_modules: tuple[type, ...] = ()
+    name: str,
+    tensor: object,
+    tied: tuple[str, ...],
+    module: type | None = None,
+    tied_modules: tuple[type, ...] = (),
 ) -> ParamInfo:
     """Return the `ParamInfo` of one tensor.
 

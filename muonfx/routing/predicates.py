@@ -117,16 +117,22 @@ class Predicate(Condition):
 
     def __bool__(self) -> NoReturn:
         # `a and b` would silently mean `b`.
-        raise TypeError(f"{self!r} has no truth value by itself: call it on a ParamInfo, and combine with &, | and ~")
+        raise TypeError(
+            f"{self!r} has no truth value by itself: call it on a ParamInfo, and combine with &, | and ~"
+        )
 
 
 _MATCHES: dict[str, Callable[..., bool]] = {
     "&": lambda info, left, right: left(info) and right(info),
     "|": lambda info, left, right: left(info) or right(info),
     "~": lambda info, inner: not inner(info),
-    "ndim": lambda info, low, high: (low is None or low <= info.ndim) and (high is None or info.ndim <= high),
+    "ndim": lambda info, low, high: (
+        (low is None or low <= info.ndim) and (high is None or info.ndim <= high)
+    ),
     "path": lambda info, *globs: any_glob_matches(globs, info.names),
-    "module_type": lambda info, *types: any(_is_in_module(info, type_or_glob) for type_or_glob in types),
+    "module_type": lambda info, *types: any(
+        _is_in_module(info, type_or_glob) for type_or_glob in types
+    ),
     "where": lambda info, fn, _: bool(fn(info)),
 }
 
@@ -144,7 +150,9 @@ def ndim(n: int | None = None, *, min: int | None = None, max: int | None = None
     has_number = n is not None
     has_bounds = min is not None or max is not None
     if has_number == has_bounds:  # both, or none
-        raise ValueError(f"ndim({n}, min={min}, max={max}): give either the exact number, or min, max or both")
+        raise ValueError(
+            f"ndim({n}, min={min}, max={max}): give either the exact number, or min, max or both"
+        )
     if has_number:
         return Predicate("ndim", (n, n))
     return Predicate("ndim", (min, max))
@@ -168,7 +176,9 @@ def path(*patterns: str) -> Predicate:
         raise ValueError("path() needs at least one pattern, such as path('*.attn.*')")
     for pattern in patterns:
         if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"path: found {pattern!r}, expected a string; pass several patterns as path('a.*', 'b.*')")
+            raise TypeError(
+                f"path: found {pattern!r}, expected a string; pass several patterns as path('a.*', 'b.*')"
+            )
     return Predicate("path", patterns)
 
 
@@ -189,7 +199,9 @@ def module_type(*types: type | str) -> Predicate:
         raise ValueError("module_type() needs at least one type, such as module_type(nn.Embedding)")
     for type_or_glob in types:
         if not isinstance(type_or_glob, type | str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"module_type: found {type_or_glob!r}, expected a class, or a string for its name")
+            raise TypeError(
+                f"module_type: found {type_or_glob!r}, expected a class, or a string for its name"
+            )
     return Predicate("module_type", types)
 
 
@@ -250,7 +262,9 @@ def _code_of(argument: object) -> str:
     >>> _code_of(nn.Linear), _code_of("*Norm"), _code_of(len)
     ('torch.nn.Linear', "'*Norm'", 'len')
     """
-    if isinstance(argument, type):  # the short name "torch.nn", not the file "torch.nn.modules.linear"
+    if isinstance(
+        argument, type
+    ):  # the short name "torch.nn", not the file "torch.nn.modules.linear"
         module = argument.__module__
         if getattr(nn, argument.__name__, None) is argument:
             module = "torch.nn"

@@ -112,11 +112,15 @@ class Routing(Shown):
         A group that does not use a number has an empty cell.
         """
         titles = ["number"]
-        row_of: dict[str, list[str]] = {}  # the cells of each number, in the order of their first occurrence
+        row_of: dict[
+            str, list[str]
+        ] = {}  # the cells of each number, in the order of their first occurrence
         for index, group in enumerate(self.groups):
             titles.append(f"group {index}")
             for key, value in group.items():
-                if key in _NO_NUMBERS or (key == "lr" and index in self.without_rate):  # torch requires this "lr"
+                if key in _NO_NUMBERS or (
+                    key == "lr" and index in self.without_rate
+                ):  # torch requires this "lr"
                     continue
                 row = row_of.setdefault(key, [key] + [""] * len(self.groups))
                 row[index + 1] = _number(value)
@@ -140,7 +144,9 @@ def _counts(infos: Sequence[ParamInfo], all_infos: Sequence[ParamInfo]) -> list[
     return [f"{len(infos):,}", f"{elements:,}", f"{share:.1%}"]
 
 
-def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
+def describe(
+    what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None
+) -> Routing:
     """Return a table of every parameter's label and the reason for it, with totals for each label.
 
     Two more columns show the number and sides of the matrices, and the order in which they are stored. They are shown
@@ -185,7 +191,9 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
             "describe: found labels only, expected parameters too, for their shapes: describe(labels, model)"
         )
     model_or_params = what
-    if isinstance(model_or_params, Iterator):  # such as model.named_parameters(), which can be read only once
+    if isinstance(
+        model_or_params, Iterator
+    ):  # such as model.named_parameters(), which can be read only once
         model_or_params = list(model_or_params)
     _require_describable(model_or_params)
     return _of_labels(default_labels(model_or_params), model_or_params)
@@ -233,7 +241,9 @@ def _require_same_names(labels: Labels, names: Sequence[str], absent: Sequence[s
     """
     missing = [name for name in names if name not in labels]
     if missing:
-        raise ValueError(f"no label for {format_list(missing)}; expected one for every parameter (None leaves one out)")
+        raise ValueError(
+            f"no label for {format_list(missing)}; expected one for every parameter (None leaves one out)"
+        )
     unknown = sorted(set(labels).difference(names, absent))
     if unknown:
         raise ValueError(
@@ -245,7 +255,11 @@ def _require_same_names(labels: Labels, names: Sequence[str], absent: Sequence[s
 def _is_labels(argument: object) -> bool:
     """Return True for labels, or a function that returns labels; False for parameters, which have shapes.
 
-    >>> _is_labels({"fc.weight": "muon"}), _is_labels({"fc.weight": torch.zeros(2, 2)}), _is_labels(default_labels)
+    >>> (
+    ...     _is_labels({"fc.weight": "muon"}),
+    ...     _is_labels({"fc.weight": torch.zeros(2, 2)}),
+    ...     _is_labels(default_labels),
+    ... )
     (True, False, True)
     """
     if isinstance(argument, Labels):
@@ -292,7 +306,9 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
     )
 
 
-def _require_names_and_labels(groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+def _require_names_and_labels(
+    groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer
+) -> None:
     """Raise TypeError unless the param groups are of an optimizer of this package."""
     for group in groups:
         if "param_names" not in group or "label" not in group:
@@ -302,7 +318,9 @@ def _require_names_and_labels(groups: Sequence[Mapping[str, Any]], optimizer: to
             )
 
 
-def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, MatrixView | None]) -> Route:
+def _with_view_of_transform(
+    name: str, route: Route, views: Mapping[Label, MatrixView | None]
+) -> Route:
     """Return the route of a parameter (its label and reason) with the view that its transform really uses.
 
     A view is how the parameter divides into matrices, such as "... out in -> ... out in". The labels suggest one. The
@@ -313,7 +331,9 @@ def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, Matri
         route: its label, such as "muon", the reason, and the view of the labels.
         views: the view of the transform of each label; None for a transform that does not work on matrices.
     """
-    if route.label not in views:  # no `partition` with this label, so that the transform is not known
+    if (
+        route.label not in views
+    ):  # no `partition` with this label, so that the transform is not known
         return route
     view = views[route.label]
     if view is None:  # the transform, such as AdamW, updates element by element
@@ -321,8 +341,12 @@ def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, Matri
     pattern = view.text(name)
     if pattern == route.view.pattern:  # the transform uses the view of the labels
         return route
-    if pattern is None:  # the labels have a view, and the transform treats the parameter as one matrix
-        return route._replace(reason=f"{route.reason}; the transform has no view for it", view=MatrixView())
+    if (
+        pattern is None
+    ):  # the labels have a view, and the transform treats the parameter as one matrix
+        return route._replace(
+            reason=f"{route.reason}; the transform has no view for it", view=MatrixView()
+        )
     # The transform has a pattern of its own.
     reason = _without_suggestion(route.reason)
     return route._replace(reason=f"{reason}; view of the transform", view=MatrixView(pattern))
@@ -331,7 +355,9 @@ def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, Matri
 def _without_suggestion(reason: str) -> str:
     """Return the reason for a label without the note that the parameter may hold several matrices, which is the last.
 
-    >>> _without_suggestion("hidden matrix (2-D); maybe fused, not split: (part=2 out) in -> part out in")
+    >>> _without_suggestion(
+    ...     "hidden matrix (2-D); maybe fused, not split: (part=2 out) in -> part out in"
+    ... )
     'hidden matrix (2-D)'
     """
     for note in (MAYBE_FUSED, MAYBE_STACK):
@@ -347,7 +373,9 @@ def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView |
     """
     views: dict[Label, MatrixView | None] = {}
     for transform in transforms:
-        if transform.factory is not partition:  # only `partition` applies one transform for each label
+        if (
+            transform.factory is not partition
+        ):  # only `partition` applies one transform for each label
             continue
         for label, inner in transform.arguments["transforms"].items():
             works_on_matrices = any("view" in part.arguments for part in within(inner))
@@ -370,7 +398,9 @@ def _known_route(name: str, label: Label, transforms: Sequence[Transform]) -> Ro
     labels_of_group = str(label).split("+")
     for transform in transforms:
         labels = transform.arguments.get("labels")
-        if not isinstance(labels, Labels) or name not in labels:  # not a partition with this parameter
+        if (
+            not isinstance(labels, Labels) or name not in labels
+        ):  # not a partition with this parameter
             continue
         if str(labels[name]) in labels_of_group:
             return labels.routes[name]
@@ -400,12 +430,17 @@ def _row(info: ParamInfo, route: Route, divided_labels: Collection[Label]) -> li
     For the labels in ``divided_labels``, a row shows the matrices, such as "8 of 64 x 32", and "out, in". If there are
     no such labels, the table does not have these two columns.
 
-    >>> _row(ParamInfo("fc.weight", (16, 8)), Route("muon", "hidden matrix (2-D)"), divided_labels=[])
+    >>> _row(
+    ...     ParamInfo("fc.weight", (16, 8)), Route("muon", "hidden matrix (2-D)"), divided_labels=[]
+    ... )
     ['fc.weight', '16 x 8', 'muon', 'hidden matrix (2-D)']
     """
     matrices: list[str] = []
     if info.ndim > 1 and route.label in divided_labels:
-        matrices = [_matrices_text(info.name, route.shape or info.shape, route.view), _order_text(route.view)]
+        matrices = [
+            _matrices_text(info.name, route.shape or info.shape, route.view),
+            _order_text(route.view),
+        ]
     elif divided_labels:  # the table has the two columns for other parameters
         matrices = ["", ""]
     return [info.name, format_shape(info.shape), _shown(route.label), *matrices, route.reason]
@@ -433,7 +468,9 @@ def _matrices_text(name: str, shape: tuple[int, ...], view: MatrixView) -> str:
     >>> _matrices_text("w", (20, 8), MatrixView("(q=16 + k=4) in -> q in, k in"))
     '16 x 8 + 4 x 8'
     """
-    leaf = torch.empty(shape, device="meta")  # has no memory: the shapes of its matrices are all that is needed
+    leaf = torch.empty(
+        shape, device="meta"
+    )  # has no memory: the shapes of its matrices are all that is needed
     texts: list[str] = []
     for stack in Matrices(view, {name: leaf}).stacks:
         *batch, rows, columns = stack.shape

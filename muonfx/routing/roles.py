@@ -19,7 +19,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from muonfx.routing.names import FIRST_CONVOLUTION, GATE, NAME_RULES, NORM, Name, NameRule, Role, words_of
+from muonfx.routing.names import (
+    FIRST_CONVOLUTION,
+    GATE,
+    NAME_RULES,
+    NORM,
+    Name,
+    NameRule,
+    Role,
+    words_of,
+)
 from muonfx.routing.params import PLAIN_LEAVES, ParamInfo, class_name_fits, module_path
 from muonfx.routing.structure import Structure, is_embedding
 from muonfx.routing.views import is_convolution
@@ -57,7 +66,9 @@ _ADAPTER = re.compile(
 )
 _IMAGE_CHANNELS = 3
 _FEW_FEATURES = 4  # such as the coordinates of a box, or four frames of a game
-_MANY_TIMES_WIDER = 32  # the least ratio of the long side to the short side for a map from or to few features
+_MANY_TIMES_WIDER = (
+    32  # the least ratio of the long side to the short side for a map from or to few features
+)
 
 
 class _Model(NamedTuple):
@@ -115,7 +126,9 @@ def _role(info: ParamInfo, model: _Model) -> Decision:
         or _by_shape(info, model)
         or _table(info, model)
         or _first_or_last_layer(info, model)
-        or _first_convolution(info, is_read=module_path(info.name) in model.structure.read_in_their_block)
+        or _first_convolution(
+            info, is_read=module_path(info.name) in model.structure.read_in_their_block
+        )
         or Decision("hidden", f"hidden matrix ({info.ndim}-D)")
     )
 
@@ -156,7 +169,9 @@ def _by_adapter(info: ParamInfo) -> Decision | None:
         role = "vector"
     for name in info.names:  # also the other names of a tied tensor
         for component in name.split("."):  # "fc", "lora_A" and "weight"
-            has_word_lora = "lora" in words_of(component).split("_")  # also in loraA, downLora and lora1
+            has_word_lora = "lora" in words_of(component).split(
+                "_"
+            )  # also in loraA, downLora and lora1
             if has_word_lora or _ADAPTER.search(component.lower()):
                 return Decision(role, f"low-rank factor (name component {component!r})")
     return None
@@ -173,7 +188,9 @@ def _table(info: ParamInfo, model: _Model) -> Decision | None:
     is_matrix = _is_named_as_a_matrix(Name(info.name).layer)
     if info.ndim == 2 and is_without_layer and not is_matrix:
         owner = info.modules[0].__name__
-        return Decision("embedding", f"table (a 2-D parameter of {owner}, not the weight of a layer)")
+        return Decision(
+            "embedding", f"table (a 2-D parameter of {owner}, not the weight of a layer)"
+        )
     return None
 
 
@@ -183,23 +200,33 @@ def _first_or_last_layer(info: ParamInfo, model: _Model) -> Decision | None:
     The structure was found by the widths of layers. A first layer reads a width that no earlier layer returns, such as
     768 pixels of a patch. A last layer returns a width that no layer reads, such as 1000 classes.
     """
-    if info.name in model.projections:  # queries and keys meet in a product, so that no layer reads them
+    if (
+        info.name in model.projections
+    ):  # queries and keys meet in a product, so that no layer reads them
         return None
     for name in (info.name, *info.tied):  # a tied tensor is in several layers
         path = module_path(name)  # the path of the layer
         if path in model.structure.inputs:
             width = model.structure.inputs[path].reads
-            return Decision("other", f"raw input (no earlier layer returns the {width} features that it reads)")
+            return Decision(
+                "other", f"raw input (no earlier layer returns the {width} features that it reads)"
+            )
         if path in model.structure.heads:
             width = model.structure.heads[path].returns
-            return Decision("head", f"last layer (no other layer reads the {width} features that it returns)")
+            return Decision(
+                "head", f"last layer (no other layer reads the {width} features that it returns)"
+            )
     return None
 
 
 def _is_named_as_a_matrix(leaf: str) -> bool:
     """Return True for the name of a matrix that a module multiplies by, as against a table of vectors.
 
-    >>> _is_named_as_a_matrix("c_fc"), _is_named_as_a_matrix("w_q"), _is_named_as_a_matrix("pos_embed")
+    >>> (
+    ...     _is_named_as_a_matrix("c_fc"),
+    ...     _is_named_as_a_matrix("w_q"),
+    ...     _is_named_as_a_matrix("pos_embed"),
+    ... )
     (True, True, False)
     """
     if leaf in PLAIN_LEAVES:  # the module is no linear layer, so the plain name shows nothing
@@ -246,7 +273,9 @@ def _by_one_name(full_name: str, info: ParamInfo, model: _Model) -> Decision | N
         component = name.find(rule)
         if component is None or not _applies(rule, model):
             continue
-        if rule is NORM and info.module is not None:  # the type of the module has shown that it is no norm
+        if (
+            rule is NORM and info.module is not None
+        ):  # the type of the module has shown that it is no norm
             continue
         if rule is GATE and _is_in_gated_mlp(name, component, info.ndim, model.gated_mlps):
             continue
@@ -307,13 +336,19 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
     A single ``value.weight`` may also be a head, which predicts the value of a state.
 
     >>> shape = (8, 8)
-    >>> infos = [ParamInfo("attn.q.weight", shape), ParamInfo("attn.k.weight", shape), ParamInfo("value.weight", shape)]
+    >>> infos = [
+    ...     ParamInfo("attn.q.weight", shape),
+    ...     ParamInfo("attn.k.weight", shape),
+    ...     ParamInfo("value.weight", shape),
+    ... ]
     >>> sorted(_projections_of_attention(infos))
     ['attn.k.weight', 'attn.q.weight']
     >>> _projections_of_attention([ParamInfo("q.q.weight", shape), ParamInfo("k.k.weight", shape)])
     frozenset()
     """
-    module_of: dict[str, str] = {}  # the path of the module around each projection, "attn" for "attn.query.weight"
+    module_of: dict[
+        str, str
+    ] = {}  # the path of the module around each projection, "attn" for "attn.query.weight"
     for info in infos:
         if info.ndim < 2:  # a bias
             continue
@@ -346,7 +381,9 @@ def _by_shape(info: ParamInfo, model: _Model) -> Decision | None:
     if info.shape[1] == 1 and layer is None:
         return Decision("vector", "depthwise: one vector a channel")
     few = _IMAGE_CHANNELS
-    if layer is not None and layer.block is None:  # outside all blocks, where a layer may read a stack of frames
+    if (
+        layer is not None and layer.block is None
+    ):  # outside all blocks, where a layer may read a stack of frames
         few = _FEW_FEATURES
     return _by_few_channels(info, few)
 
@@ -387,7 +424,9 @@ def _first_convolution(info: ParamInfo, *, is_read: bool) -> Decision | None:
 
     >>> _first_convolution(ParamInfo("conv1.weight", (64, 12, 7, 7)), is_read=False).role
     'other'
-    >>> _first_convolution(ParamInfo("layer1.0.conv1.weight", (64, 64, 3, 3)), is_read=False)  # None
+    >>> _first_convolution(
+    ...     ParamInfo("layer1.0.conv1.weight", (64, 64, 3, 3)), is_read=False
+    ... )  # None
     """
     if is_read or not is_convolution(info):
         return None

@@ -52,7 +52,10 @@ class Labels(RoutedLabels):
     def __init__(self, routes: Mapping[str, Label | Route]) -> None:
         """Check the names and labels, and store a route for each name."""
         self._routes: dict[str, Route] = {}
-        for name, label in routes.items():  # a label alone becomes a route without a reason and a view
+        for (
+            name,
+            label,
+        ) in routes.items():  # a label alone becomes a route without a reason and a view
             route = label if isinstance(label, Route) else Route(label)
             self._routes[name] = route
             if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -90,7 +93,9 @@ class Labels(RoutedLabels):
 
         Parameters that are one matrix stored as (out, in) are left out.
         """
-        return {name: route.view for name, route in self._routes.items() if route.view != MatrixView()}
+        return {
+            name: route.view for name, route in self._routes.items() if route.view != MatrixView()
+        }
 
     def view(self, given: MatrixView = MatrixView()) -> MatrixView:
         """Return one `MatrixView` for all parameters, to pass to transforms as ``view=``.
@@ -175,7 +180,9 @@ class Labels(RoutedLabels):
         return sentences
 
 
-def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | EllipsisType = ...) -> Labels:
+def labels(
+    model_or_params: Params, rules: Sequence[Rule], default: Label | EllipsisType = ...
+) -> Labels:
     """Label every parameter by the first rule, a (predicate, label) pair, whose predicate matches it.
 
     A label is the name of a group of parameters; `partition` applies one transform per label. A parameter that is
@@ -195,7 +202,11 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | Elli
 
     >>> import torch
     >>> from muonfx.routing import ndim, path
-    >>> params = {"fc.weight": torch.zeros(4, 4), "head.weight": torch.zeros(2, 4), "fc.bias": torch.zeros(4)}
+    >>> params = {
+    ...     "fc.weight": torch.zeros(4, 4),
+    ...     "head.weight": torch.zeros(2, 4),
+    ...     "fc.bias": torch.zeros(4),
+    ... }
     >>> labels(params, [(path("head.*"), "adamw"), (ndim(2), "muon")], default="adamw")
     Labels({'fc.weight': 'muon', 'head.weight': 'adamw', 'fc.bias': 'adamw'})
     """
@@ -210,11 +221,15 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | Elli
             f"{len(unmatched)} of {len(infos)} parameters match no rule: {format_list(unmatched)}; "
             "add a rule for them, or give a default (None leaves them out)"
         )
-    read_in_parts = structure_of(model_or_params).read_in_parts  # the layers that return several vectors: {"fc1": 2}
+    read_in_parts = structure_of(
+        model_or_params
+    ).read_in_parts  # the layers that return several vectors: {"fc1": 2}
     return make_labels(model_or_params, infos, decided, absent_names, read_in_parts)
 
 
-def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], rule_kind: str) -> dict[str, tuple[Label, str]]:
+def apply_rules(
+    infos: Sequence[ParamInfo], rules: Sequence[Rule], rule_kind: str
+) -> dict[str, tuple[Label, str]]:
     """Return a dict from parameter name to (label, reason), for the parameters that one of the rules matches.
 
     The first rule that matches a parameter decides. A reason is a text such as "user rule 1: ndim(2)"; ``rule_kind`` is
@@ -240,7 +255,9 @@ def _warn_of_unmatched_rule(title: str, rule: Rule, infos: Sequence[ParamInfo]) 
     """
     predicate, label = rule
     names = [info.name for info in infos]
-    globs = chain.from_iterable(predicate.globs())  # of `path`; none if the rule has other predicates only
+    globs = chain.from_iterable(
+        predicate.globs()
+    )  # of `path`; none if the rule has other predicates only
     warn_caller(
         f"{title}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters; "
         f"{names_close_to([*globs], names)}; correct or remove it"
@@ -255,7 +272,9 @@ def _check_rule(rule: object, number: int) -> None:
     pair: Sequence[object] = ()
     if isinstance(rule, tuple | list):
         pair = cast("Sequence[object]", rule)
-    if len(pair) != 2 or not isinstance(pair[0], Predicate):  # for example, a lambda in place of a predicate
+    if len(pair) != 2 or not isinstance(
+        pair[0], Predicate
+    ):  # for example, a lambda in place of a predicate
         raise TypeError(
             f"rule {number} is {rule!r}; expected a (Predicate, label) pair such as (path('*.gate.*'), 'adamw'); "
             "wrap a function of your own as where(fn)"
@@ -300,4 +319,6 @@ def make_labels(
 
 def _check_label(label: object, where: str) -> None:
     if not (label is None or isinstance(label, str)):
-        raise TypeError(f"{where}: found the label {label!r}, expected a string, or None to leave parameters out")
+        raise TypeError(
+            f"{where}: found the label {label!r}, expected a string, or None to leave parameters out"
+        )

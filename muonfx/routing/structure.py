@@ -83,7 +83,11 @@ def structure_of(model: object) -> Structure:
     have an empty structure.
 
     >>> block = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
-    >>> parts = {"embed": nn.Linear(3, 8), "blocks": nn.ModuleList([block]), "head": nn.Linear(8, 5)}
+    >>> parts = {
+    ...     "embed": nn.Linear(3, 8),
+    ...     "blocks": nn.ModuleList([block]),
+    ...     "head": nn.Linear(8, 5),
+    ... }
     >>> structure = structure_of(nn.ModuleDict(parts))
     >>> list(structure.inputs), list(structure.heads)
     (['embed'], ['head'])
@@ -137,7 +141,9 @@ def _modules_of(model: nn.Module) -> _Modules:
         widths = _widths_of(module)
         if widths is not None:
             reads, returns = widths
-            modules.layers.append(Layer(path, reads, returns, is_grouped=getattr(module, "groups", 1) != 1))
+            modules.layers.append(
+                Layer(path, reads, returns, is_grouped=getattr(module, "groups", 1) != 1)
+            )
             continue
         if is_embedding(type(module)):
             width = getattr(module, "embedding_dim", None)
@@ -212,7 +218,11 @@ def _is_read(layer: Layer, layers: Sequence[Layer]) -> bool:
         if layer.returns in (reader.reads, 2 * reader.reads, 3 * reader.reads):
             return True
     for reader in layers[index + 1 :]:
-        if reader.reads and reader.reads not in returned_widths and reader.reads % layer.returns == 0:
+        if (
+            reader.reads
+            and reader.reads not in returned_widths
+            and reader.reads % layer.returns == 0
+        ):
             return True
     return False
 
@@ -236,12 +246,18 @@ def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
     ['0.weight', '1.bias']
     """
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, _HOLDERS_OF_MATRICES):  # such as nn.LSTM, whose matrices have other names than "weight"
+        if isinstance(
+            module, _HOLDERS_OF_MATRICES
+        ):  # such as nn.LSTM, whose matrices have other names than "weight"
             continue
-        if module is model and isinstance(model, nn.ParameterList | nn.ParameterDict):  # tensors without layers
+        if module is model and isinstance(
+            model, nn.ParameterList | nn.ParameterDict
+        ):  # tensors without layers
             continue
         is_layer = _is_layer(module)
-        for leaf, _ in module.named_parameters(recurse=False):  # a leaf: the last component of a name
+        for leaf, _ in module.named_parameters(
+            recurse=False
+        ):  # a leaf: the last component of a name
             is_weight_of_layer = is_layer and leaf in LEAVES_OF_LAYERS  # such as "weight"
             if not is_weight_of_layer:
                 yield joined(path, leaf)
@@ -266,7 +282,9 @@ def _leaves_of(module: nn.Module) -> set[str]:
 
 def is_embedding(module: type) -> bool:
     """Return True for the class of an embedding, judged by its type or its name."""
-    return issubclass(module, nn.Embedding | nn.EmbeddingBag) or class_name_fits(module, _EMBEDDING_CLASS)
+    return issubclass(module, nn.Embedding | nn.EmbeddingBag) or class_name_fits(
+        module, _EMBEDDING_CLASS
+    )
 
 
 def _widths_of(module: nn.Module) -> tuple[int, int] | None:
@@ -307,7 +325,9 @@ def _blocks_of(model: nn.Module, modules: _Modules) -> Iterator[str]:
         is_list = isinstance(module, nn.ModuleList) or _is_numbered_dict(module)
         if not is_list and not isinstance(module, nn.Sequential):
             continue
-        children = {name: child for name, child in module.named_children() if any(child.children())}  # no single layers
+        children = {
+            name: child for name, child in module.named_children() if any(child.children())
+        }  # no single layers
         count_of_class = Counter(map(type, children.values()))
         for name, child in children.items():
             # A list is written for repeated modules. An nn.Sequential may also be a chain of different parts.
@@ -364,19 +384,28 @@ def _inputs(modules: _Modules) -> dict[str, Layer]:
     Such a layer is outside all blocks, the repeated modules of the body, and reads features that no earlier layer
     returns. A model may define it after its blocks, as the layer that reads the state of a robot next to images.
 
-    >>> layers = [Layer("embed", 3, 8), Layer("h.0.fc", 8, 8, block="h.0"), Layer("state", 7, 8), Layer("head", 8, 5)]
+    >>> layers = [
+    ...     Layer("embed", 3, 8),
+    ...     Layer("h.0.fc", 8, 8, block="h.0"),
+    ...     Layer("state", 7, 8),
+    ...     Layer("head", 8, 5),
+    ... ]
     >>> list(_inputs(_Modules(layers, norms=[])))
     ['embed', 'state']
     """
     part_counts = _read_in_parts(modules)  # {"mlp.fc1": 2} for a layer that returns two vectors
     inputs: dict[str, Layer] = {}
-    earlier_widths: set[int] = set()  # how many features the earlier layers return, for a later layer to read
+    earlier_widths: set[int] = (
+        set()
+    )  # how many features the earlier layers return, for a later layer to read
     for layer in modules.layers:
         is_outside_blocks = layer.block is None
         if is_outside_blocks and _reads_raw_input(layer, earlier_widths):
             inputs[layer.path] = layer
         earlier_widths.add(layer.returns)
-        if layer.path in part_counts:  # a later layer may read one of the vectors, as in a gated MLP
+        if (
+            layer.path in part_counts
+        ):  # a later layer may read one of the vectors, as in a gated MLP
             earlier_widths.add(layer.returns // part_counts[layer.path])
     return inputs
 
@@ -388,7 +417,10 @@ def _reads_raw_input(layer: Layer, earlier_widths: Iterable[int]) -> bool:
     96 (a vector and half of another) or 128 features may read its outputs, one or several concatenated. Nor does a
     layer read raw input if it returns as many features as it reads, since such a layer is between others.
 
-    >>> _reads_raw_input(Layer("patch", 768, 64), [64]), _reads_raw_input(Layer("patch", 100, 64), [64])
+    >>> (
+    ...     _reads_raw_input(Layer("patch", 768, 64), [64]),
+    ...     _reads_raw_input(Layer("patch", 100, 64), [64]),
+    ... )
     (False, True)
     """
     if not layer.reads or layer.reads == layer.returns:
@@ -420,7 +452,9 @@ def _widths_between_modules(modules: _Modules, inputs: Collection[str]) -> set[i
         is_inner_width = layer.block is not None and (layer.block, layer.reads) in returned
         if layer.path not in inputs and not is_inner_width:
             widths.add(layer.reads)
-        returned.add((layer.block, layer.returns))  # in the end: a layer does not read its own outputs
+        returned.add(
+            (layer.block, layer.returns)
+        )  # in the end: a layer does not read its own outputs
     return widths
 
 
@@ -431,7 +465,11 @@ def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer]
     reads 100 features. Nor does one read the 16 of "pool", which could also be two vectors of 8 features, each read
     by itself:
 
-    >>> layers = [Layer("pool.fc", 8, 16), Layer("h.0.fc", 8, 8, block="h.0"), Layer("lm_head", 8, 100)]
+    >>> layers = [
+    ...     Layer("pool.fc", 8, 16),
+    ...     Layer("h.0.fc", 8, 8, block="h.0"),
+    ...     Layer("lm_head", 8, 100),
+    ... ]
     >>> heads, possible_heads = _heads(_Modules(layers, norms=[]), inputs=[])
     >>> list(heads), possible_heads
     (['lm_head'], {'pool.fc'})
@@ -451,7 +489,11 @@ def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer]
             continue
         # Before the blocks, a small multiple of its own width may be several vectors, each of which other layers read.
         may_return_parts = index < last_in_blocks and _returns_parts(layer)
-        if may_return_parts or is_modulation(layer.path) or _is_read_in_part(layer, layers[index + 1 :]):
+        if (
+            may_return_parts
+            or is_modulation(layer.path)
+            or _is_read_in_part(layer, layers[index + 1 :])
+        ):
             possible_heads.add(layer.path)
         else:
             heads[layer.path] = layer
@@ -475,7 +517,9 @@ def _returns_parts(layer: Layer) -> bool:
     (True, False)
     """
     # From twice its own width up to the largest number of parts that a layer is known to return.
-    is_multiple = layer.returns % layer.reads == 0 and 2 <= layer.returns // layer.reads <= MOST_PARTS
+    is_multiple = (
+        layer.returns % layer.reads == 0 and 2 <= layer.returns // layer.reads <= MOST_PARTS
+    )
     return is_multiple or is_modulation(layer.path)
 
 
@@ -498,7 +542,9 @@ def _widths_read_beside(layer: Layer, later_layers: Iterable[Layer]) -> set[int]
     {32}
     """
     holder = _module_around(layer.path)
-    if not holder:  # all later layers are in the model, also those that have nothing to do with this one
+    if (
+        not holder
+    ):  # all later layers are in the model, also those that have nothing to do with this one
         return set()
     return {later.reads for later in later_layers if later.path.startswith(f"{holder}.")}
 
@@ -546,7 +592,11 @@ def _is_read_whole(layer: Layer, widths: Collection[int]) -> bool:
     """Return True if one of the widths fits all outputs of a layer, alone or concatenated with as many other features.
 
     >>> layer = Layer("mlp.fc1", 8, 128)
-    >>> _is_read_whole(layer, {8, 64}), _is_read_whole(layer, {8, 128}), _is_read_whole(layer, {8, 256})
+    >>> (
+    ...     _is_read_whole(layer, {8, 64}),
+    ...     _is_read_whole(layer, {8, 128}),
+    ...     _is_read_whole(layer, {8, 256}),
+    ... )
     (False, True, True)
     """
     return layer.returns in widths or 2 * layer.returns in widths
@@ -575,7 +625,9 @@ def _widths_by_module(modules: _Modules) -> dict[str, set[int]]:
     """
     widths: dict[str, set[int]] = defaultdict(set)
     for layer in (*modules.layers, *modules.norms):
-        if layer.is_grouped:  # as between the two layers of a gated MLP, it works on each vector by itself
+        if (
+            layer.is_grouped
+        ):  # as between the two layers of a gated MLP, it works on each vector by itself
             continue
         for path in _with_ancestors(_module_around(layer.path)):
             widths[path].add(layer.reads)
@@ -588,10 +640,16 @@ def _read_in_their_block(layers: Sequence[Layer]) -> frozenset[str]:
     A block is one of the repeated modules of a model. A layer may read what another returns if the widths are equal:
     with a ``q_head`` of 8 -> 64 features and an ``out`` of 64 -> 8, each of the two may read from the other.
 
-    >>> sorted(_read_in_their_block([Layer("h.0.q_head", 8, 64, "h.0"), Layer("h.0.out", 64, 8, "h.0")]))
+    >>> sorted(
+    ...     _read_in_their_block(
+    ...         [Layer("h.0.q_head", 8, 64, "h.0"), Layer("h.0.out", 64, 8, "h.0")]
+    ...     )
+    ... )
     ['h.0.out', 'h.0.q_head']
     """
-    count_of_readers = Counter((layer.block, layer.reads) for layer in layers)  # {("h.0", 64): 1, ...}
+    count_of_readers = Counter(
+        (layer.block, layer.reads) for layer in layers
+    )  # {("h.0", 64): 1, ...}
     read: set[str] = set()
     for layer in layers:
         other_readers = count_of_readers[layer.block, layer.returns]

@@ -16,7 +16,9 @@ from muonfx.transforms.matrices import STACK, MatrixView, view_of
 from muonfx.tree import PyTree
 
 
-def check_shapes(routes: Mapping[str, Route], transforms: Mapping[str, Transform], params: PyTree) -> None:
+def check_shapes(
+    routes: Mapping[str, Route], transforms: Mapping[str, Transform], params: PyTree
+) -> None:
     """Raise if a tensor has more dims than when its label was chosen, so that its transform would flatten them.
 
     For example, the label "muon" was chosen for a matrix of shape (8, 4), and the tensor of three models stacked is
@@ -31,11 +33,17 @@ def check_shapes(routes: Mapping[str, Route], transforms: Mapping[str, Transform
     for (name, route), leaf in zip(routes.items(), leaves, strict=True):
         if leaf is None or route.shape is None:  # nothing to compare
             continue
-        if route.label is None or route.label not in transforms:  # no transform updates the parameter
+        if (
+            route.label is None or route.label not in transforms
+        ):  # no transform updates the parameter
             continue
-        if leaf.ndim <= len(route.shape):  # fewer dims are allowed: a rank may hold a flat shard of a matrix
+        if leaf.ndim <= len(
+            route.shape
+        ):  # fewer dims are allowed: a rank may hold a flat shard of a matrix
             continue
-        for tx in within(transforms[route.label]):  # the transform of the label, and all transforms that it calls
+        for tx in within(
+            transforms[route.label]
+        ):  # the transform of the label, and all transforms that it calls
             if _would_mix(tx, name):
                 raise _mixed_matrices(tx, name, route, tuple(leaf.shape))
 
@@ -48,7 +56,9 @@ def _would_mix(tx: Transform, name: str) -> bool:
     updates each element by itself.
     """
     view = view_of(tx)
-    if view is None:  # not Muon: a transform may still combine all elements of a parameter, for example in a norm
+    if (
+        view is None
+    ):  # not Muon: a transform may still combine all elements of a parameter, for example in a norm
         return tx.locality is Locality.LEAF and not tx.children
     (pattern,) = view.of([name])  # the pattern of this one parameter
     return pattern is None or pattern.flattens_more_dims
@@ -122,7 +132,9 @@ def _warn_of_unused_views(routes_of_view: Mapping[MatrixView, Mapping[str, Route
 
     ``routes_of_view`` has, by the view of a transform, the routes of its parameters, with the patterns of the labels.
     """
-    text_of_name: dict[str, str] = {}  # {"attn.c_attn": "'attn.c_attn' (hidden matrix (2-D); query, key, value)"}
+    text_of_name: dict[
+        str, str
+    ] = {}  # {"attn.c_attn": "'attn.c_attn' (hidden matrix (2-D); query, key, value)"}
     for view, routes in routes_of_view.items():
         for name, route in routes.items():
             if route.view.pattern and not view.is_set_for(name):
@@ -136,7 +148,9 @@ def _warn_of_unused_views(routes_of_view: Mapping[MatrixView, Mapping[str, Route
     )
 
 
-def _warn_of_suggestions(view: MatrixView, used_routes: Mapping[str, Route], routes: Mapping[str, Route]) -> None:
+def _warn_of_suggestions(
+    view: MatrixView, used_routes: Mapping[str, Route], routes: Mapping[str, Route]
+) -> None:
     """Warn of parameters that may hold several matrices, unless the user has set how their transform divides them.
 
     The evidence is only a name such as "qkv", or the widths of layers, so that the parameter is not split without the
@@ -177,7 +191,9 @@ def _is_set_by_user(name: str, route: Route, view: MatrixView) -> bool:
 
 
 def _text_of_suggestions(
-    suggested: Mapping[str, str], splitting_patterns: Mapping[str, str], whole_patterns: Mapping[str, str]
+    suggested: Mapping[str, str],
+    splitting_patterns: Mapping[str, str],
+    whole_patterns: Mapping[str, str],
 ) -> str:
     """Return the text of the warning of parameters that may hold several matrices, with code to copy.
 
@@ -223,7 +239,9 @@ def _advice_on_patterns(argument: str, suggested: Iterable[str]) -> str:
 def _with_patterns_of(view: MatrixView, pattern_of_glob: Mapping[str, str]) -> dict[str, str]:
     """Return patterns by glob, and after them the patterns of a view, which apply where no earlier glob matches.
 
-    >>> _with_patterns_of(MatrixView("in out -> out in"), {"*.qkv": "(part=3 out) in -> part out in"})
+    >>> _with_patterns_of(
+    ...     MatrixView("in out -> out in"), {"*.qkv": "(part=3 out) in -> part out in"}
+    ... )
     {'*.qkv': '(part=3 out) in -> part out in', '*': 'in out -> out in'}
     """
     patterns_of_view = view.pattern or {}

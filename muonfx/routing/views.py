@@ -64,7 +64,9 @@ ROWS = "<rows>"
 _KERNEL_SIDE = 32
 # A layer from a condition to the scales, shifts and gates of norms: adaLN_modulation.1, adaln_single.linear, img_mod.1;
 # or a layer in a norm: norm_out.linear; or proj_out_1 in the DiT of diffusers.
-_MODULATION = re.compile(r"(^|_)(ada_?(ln|norm|layer_?norm)|modulations?|mod)(_|\d|$)|^proj_out_1$", re.IGNORECASE)
+_MODULATION = re.compile(
+    r"(^|_)(ada_?(ln|norm|layer_?norm)|modulations?|mod)(_|\d|$)|^proj_out_1$", re.IGNORECASE
+)
 _NORM = re.compile(r"(^|_)norm(_|\d|$)", re.IGNORECASE)
 _MODULATION_CLASS = r"^Ada.*Norm|Modulation$|AdaLN"
 # The known numbers of modulations: scale and shift; with a gate; of two norms; of three, as in SD 3.5; of four, as in
@@ -75,7 +77,19 @@ MOST_PARTS = max(_MODULATIONS)
 """The largest number of equal parts that one layer is known to return."""
 # Names of a layer in a wrapper that has the layer's own name, such as qkv.linear and qkv.base_layer.
 _INNER_LAYERS = frozenset(
-    {"linear", "lin", "conv", "layer", "out_layer", "base_layer", "base", "inner", "original_module", "proj", "dense"}
+    {
+        "linear",
+        "lin",
+        "conv",
+        "layer",
+        "out_layer",
+        "base_layer",
+        "base",
+        "inner",
+        "original_module",
+        "proj",
+        "dense",
+    }
 )
 
 
@@ -141,8 +155,14 @@ def _division_of(param: _Param) -> Division:
     division = _of_convolution(param) or _of_torch(param)  # modules of PyTorch itself
     if division is not None:
         return division
-    storage = _storage_by_package(param) or _storage_by_experts(param)  # the order of its dims, such as (in, out)
-    return _of_known_layer(param, storage) or _maybe_stack(param, storage) or _of_unknown_layer(param, storage)
+    storage = _storage_by_package(param) or _storage_by_experts(
+        param
+    )  # the order of its dims, such as (in, out)
+    return (
+        _of_known_layer(param, storage)
+        or _maybe_stack(param, storage)
+        or _of_unknown_layer(param, storage)
+    )
 
 
 def _of_known_layer(param: _Param, storage: _Storage) -> Division | None:
@@ -151,12 +171,18 @@ def _of_known_layer(param: _Param, storage: _Storage) -> Division | None:
     GPT-2 stores "c_attn" of shape (8, 24) as (in, out), which ``storage`` describes. The division has the view
     "in (part=3 out) -> part out in", of 3 matrices of 8 rows each, and the note "query, key, value".
     """
-    for layer in param.layers:  # for "qkv.linear", first "linear", then "qkv": a wrapper may have the known name
-        fused = fused_layer(layer.name, layer.holder)  # the matrices of the layer, from a table of known layers
+    for layer in (
+        param.layers
+    ):  # for "qkv.linear", first "linear", then "qkv": a wrapper may have the known name
+        fused = fused_layer(
+            layer.name, layer.holder
+        )  # the matrices of the layer, from a table of known layers
         if fused is None:
             continue
         if fused.count == 1:  # one matrix in spite of its name
-            return Division(MatrixView(undivided(storage.pattern)), _join_notes(storage.note, fused.parts))
+            return Division(
+                MatrixView(undivided(storage.pattern)), _join_notes(storage.note, fused.parts)
+            )
         rows = number_of_rows(storage.pattern, param.info.shape)
         pattern = split_pattern(fused, storage.pattern, layer.holder, rows)
         note = fused.parts
@@ -175,7 +201,9 @@ def _maybe_stack(param: _Param, storage: _Storage) -> Division | None:
     """
     if param.owner is None:  # named tensors: more than two dims are taken for a convolution
         return None
-    has_order_of_convolution = storage.pattern == CONVOLUTION  # (out, rest), the default for three or more dims
+    has_order_of_convolution = (
+        storage.pattern == CONVOLUTION
+    )  # (out, rest), the default for three or more dims
     if not has_order_of_convolution or is_convolution(param.info):
         return None
     stack = _likely_stack(param)
@@ -218,7 +246,11 @@ def _likely_stack(param: _Param) -> str:
     and the value of a "w13" of shape (8, 96, 32), it has the pattern "... (part=2 out) in -> ... part out in".
     """
     stored = _order_of_stack(param)  # (out, in) or (in, out)
-    return _split_by_name(param, stored) or split_of_stack(param.info, stored, param.shapes) or whole(stored)
+    return (
+        _split_by_name(param, stored)
+        or split_of_stack(param.info, stored, param.shapes)
+        or whole(stored)
+    )
 
 
 def _order_of_stack(param: _Param) -> str:
@@ -238,7 +270,9 @@ def _split_by_name(param: _Param, stored: str) -> str | None:
     part_names = _names_of_parts(param.layers)  # ("q", "k", "v") for "qkv"
     if part_names is None:
         return None
-    if param.info.ndim > 2 and len(part_names) == param.info.shape[0]:  # one matrix each for q, k and v: (3, 32, 32)
+    if (
+        param.info.ndim > 2 and len(part_names) == param.info.shape[0]
+    ):  # one matrix each for q, k and v: (3, 32, 32)
         return None
     has_equal_parts = number_of_rows(stored, param.info.shape) % len(part_names) == 0
     if has_equal_parts:
@@ -260,7 +294,9 @@ class _Layer(NamedTuple):
     """The module, such as an attention; None for named tensors without a model."""
 
 
-def _layers_around(name: str, leaf: str, owner: nn.Module | None, modules: Mapping[str, nn.Module]) -> list[_Layer]:
+def _layers_around(
+    name: str, leaf: str, owner: nn.Module | None, modules: Mapping[str, nn.Module]
+) -> list[_Layer]:
     """Return the layer that a parameter belongs to and the modules around it, up to one whose name shows what it is.
 
     - ``attn.qkv.weight``: the layer "qkv" in ``attn``.
@@ -285,7 +321,9 @@ def _layers_around(name: str, leaf: str, owner: nn.Module | None, modules: Mappi
         if layer_name in WRAPPERS:  # such as "_orig_mod" of torch.compile
             continue
         layers.append(_Layer(layer_name, modules.get(path)))
-        shows_nothing = layer_name in _INNER_LAYERS or layer_name.isdigit()  # such as "linear" and "0"
+        shows_nothing = (
+            layer_name in _INNER_LAYERS or layer_name.isdigit()
+        )  # such as "linear" and "0"
         if not shows_nothing:
             break
     return layers
@@ -325,7 +363,11 @@ def _number_of_modulations(param: _Param) -> int | None:
 def is_modulation(path: str) -> bool:
     """Return True for the path of a modulation: a layer that computes scales, shifts and gates for norms.
 
-    >>> is_modulation("blocks.0.adaLN_modulation.1"), is_modulation("norm_out.linear"), is_modulation("norm")
+    >>> (
+    ...     is_modulation("blocks.0.adaLN_modulation.1"),
+    ...     is_modulation("norm_out.linear"),
+    ...     is_modulation("norm"),
+    ... )
     (True, True, False)
     """
     components = [component for component in path.split(".") if component not in WRAPPERS]
@@ -341,7 +383,11 @@ def _modulations(rows: int, columns: int) -> int | None:
     A modulation maps a condition, such as a time step, of ``columns`` features to several vectors of one width, with
     ``rows`` elements together.
 
-    >>> _modulations(768, 128), _modulations(768, 200), _modulations(100, 128)  # exact; assumed; one matrix
+    >>> (
+    ...     _modulations(768, 128),
+    ...     _modulations(768, 200),
+    ...     _modulations(100, 128),
+    ... )  # exact; assumed; one matrix
     (6, 6, None)
     """
     # The usual case: the condition is as wide as each vector, so that the quotient is the number of vectors.
@@ -384,7 +430,9 @@ def _of_convolution(param: _Param) -> Division | None:
             note += f"; {owner.groups} groups, not split"
         return Division(MatrixView("in out ... -> out (in ...)"), note)
     if isinstance(owner, _ConvNd) and owner.groups > 1:
-        pattern = in_equal_parts(CONVOLUTION, owner.groups)  # the rows of a group are next to each other
+        pattern = in_equal_parts(
+            CONVOLUTION, owner.groups
+        )  # the rows of a group are next to each other
         return Division(MatrixView(pattern), f"{owner.groups} groups")
     return None
 
@@ -408,7 +456,9 @@ def _storage_by_package(param: _Param) -> _Storage | None:
     owner_class = written_type(param.owner)
     for known in STORED:
         # The entry has regular expressions for the class of the module and for the name, such as "weight".
-        if class_name_fits(owner_class, f"^{known.module}$") and re.fullmatch(known.leaf, param.leaf):
+        if class_name_fits(owner_class, f"^{known.module}$") and re.fullmatch(
+            known.leaf, param.leaf
+        ):
             note = known.note or _stack_note(param.info, known.pattern)
             return _Storage(known.pattern, note)
     return None
@@ -441,13 +491,18 @@ def is_convolution(info: ParamInfo) -> bool:
     If its module is known, the type decides. Else it is one if its sides after the first two are at most 32, and, in
     case of three dims, its name ends in "weight" or the like.
 
-    >>> is_convolution(ParamInfo("conv1.weight", (64, 3, 7, 7))), is_convolution(ParamInfo("experts.w1", (8, 64, 32)))
+    >>> (
+    ...     is_convolution(ParamInfo("conv1.weight", (64, 3, 7, 7))),
+    ...     is_convolution(ParamInfo("experts.w1", (8, 64, 32))),
+    ... )
     (True, False)
     """
     if info.ndim < 3:  # a kernel has at least the dims (out, in, length)
         return False
     if info.module is not None:
-        is_linear_layer = class_name_fits(info.module, "^Conv1D$")  # of transformers, in spite of its name
+        is_linear_layer = class_name_fits(
+            info.module, "^Conv1D$"
+        )  # of transformers, in spite of its name
         return class_name_fits(info.module, "Conv") and not is_linear_layer
     # Three dims are more often a stack of matrices: only a plain name, such as "conv.weight", counts as a kernel.
     leaf = info.name.rpartition(".")[2]

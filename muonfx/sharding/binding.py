@@ -46,7 +46,11 @@ def by_structure(function: F) -> F:
 
     @functools.wraps(function)
     def call(binding: Binding, tx: Transform, params: PyTree) -> Any:
-        key = function, tx.treedef, tuple(tree.names(params))  # without the values of numbers and tensors
+        key = (
+            function,
+            tx.treedef,
+            tuple(tree.names(params)),
+        )  # without the values of numbers and tensors
         if key not in binding.results:
             binding.results[key] = function(binding, tx, params)
         return binding.results[key]
@@ -70,7 +74,9 @@ class Progress:
     """True until the first step after `init` or a load, which compares the replicas of all tensors."""
     lacking: frozenset[str] = frozenset()
     """The names of the parameters that no rank has had a gradient of so far. They are equal on all ranks."""
-    _new_states: weakref.WeakValueDictionary[int, Tensor] = field(default_factory=weakref.WeakValueDictionary)
+    _new_states: weakref.WeakValueDictionary[int, Tensor] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     """One tensor, by its id, of each state from `init` with which no step was made. There may be several states."""
 
     def begin(self, serial: int, state: PyTree) -> None:
@@ -225,7 +231,9 @@ class Binding:
         structures: list[tuple[str, Hashable]] = []
         for name, tx in run:
             member = tx
-            if tx.declaration.combinator.varies_numbers:  # it calls a transform for each param group, all with one plan
+            if (
+                tx.declaration.combinator.varies_numbers
+            ):  # it calls a transform for each param group, all with one plan
                 member = tx.children[0]
             members.append((name, member))
             structures.append((name, member.treedef))
@@ -260,7 +268,9 @@ class Binding:
         totals = self._totals(scalars)
         if not totals:
             return torch.zeros(())
-        return sum_over_leaves(list(totals.values()))  # the function of a single process adds the leaves
+        return sum_over_leaves(
+            list(totals.values())
+        )  # the function of a single process adds the leaves
 
     def sum_over_shards(self, values: PyTree) -> PyTree:
         """Return for each leaf its sum over ranks, by one all-reduce. All leaves have one shape; None stays None.
@@ -352,7 +362,14 @@ def _on_owners(tx: Transform, binding: Binding, state_parameters: StateParameter
         stage = stage_for(tuple(tree.names(params)), tree.device_of(params))
         return stage.init(params)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: Any,
+    ):
         call = Arguments(updates, state, params, donate, extras)
         stage = stage_for(tuple(tree.names(call.like)), tree.device_of(call.like))
         return stage.update(call, state_parameters)
@@ -360,7 +377,9 @@ def _on_owners(tx: Transform, binding: Binding, state_parameters: StateParameter
     return init, update
 
 
-def _matrix_stage(tx: Transform, binding: Binding, names: Sequence[str], device: torch.device) -> MatrixStage:
+def _matrix_stage(
+    tx: Transform, binding: Binding, names: Sequence[str], device: torch.device
+) -> MatrixStage:
     """Return the matrix stage of a transform or a chain, which updates whole matrices of the named parameters.
 
     Its plan has the rank that computes each matrix (its owner).
@@ -408,7 +427,14 @@ def _on_all(tx: Transform, binding: Binding):
             return tx.functions.init(binding.global_like(params))
         return tx.functions.init(binding.gather(params))
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: Any,
+    ):
         # 1. The whole updates and, if the caller passed them, the whole parameters.
         whole_updates = binding.gather(updates)
         whole_params: PyTree = None

@@ -40,7 +40,9 @@ def _weights(device: torch.device) -> Tensor:
     """Return the int64 weights of `checksum`: pseudo-random odd numbers, one for each 32-bit word of a pass."""
     generator = torch.Generator().manual_seed(0)  # the same numbers on all ranks
     limits = torch.iinfo(torch.int64)
-    numbers = torch.randint(limits.min, limits.max, (WORDS,), generator=generator, dtype=torch.int64, device="cpu")
+    numbers = torch.randint(
+        limits.min, limits.max, (WORDS,), generator=generator, dtype=torch.int64, device="cpu"
+    )
     return (numbers | 1).to(device)
 
 
@@ -67,7 +69,9 @@ def checksum(tensor: Tensor) -> Tensor:
 def _words(block: Tensor) -> Tensor:
     """Return the bits of a 1-d tensor as a new int64 tensor of 32-bit words. The last is filled with zeros if needed.
 
-    >>> _words(torch.tensor([1, 2, 3, 4, 5], dtype=torch.uint8))  # 1 + 2 * 256 + 3 * 256**2 + 4 * 256**3, and 5
+    >>> _words(
+    ...     torch.tensor([1, 2, 3, 4, 5], dtype=torch.uint8)
+    ... )  # 1 + 2 * 256 + 3 * 256**2 + 4 * 256**3, and 5
     tensor([67305985,        5])
     """
     data = octets(block)

@@ -21,7 +21,12 @@ from muonfx.placement.arguments import meta_like
 from muonfx.placement.placed import execution_of
 from muonfx.placement.store import IN_MEMORY
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.communication.agree import agree, comparable_numbers, errors_on_all_ranks, require_group
+from muonfx.sharding.communication.agree import (
+    agree,
+    comparable_numbers,
+    errors_on_all_ranks,
+    require_group,
+)
 from muonfx.sharding.communication.differences import Facts
 from muonfx.sharding.shards.dtensors import local_tree, require_shards
 from muonfx.sharding.state import describe_state
@@ -29,8 +34,12 @@ from muonfx.tree import PyTree
 
 # The subjects of some facts, as errors name them. Some have advice in parentheses.
 NUMBERS = "numbers in their chains"
-_AUTO_DTYPES = 'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)'
-_LIBRARIES = 'libraries of symmetric products (polar.explain has the reason; give products="batched")'
+_AUTO_DTYPES = (
+    'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)'
+)
+_LIBRARIES = (
+    'libraries of symmetric products (polar.explain has the reason; give products="batched")'
+)
 
 
 def verify_ranks(binding: Binding, tx: Transform, params: PyTree) -> None:
@@ -113,7 +122,9 @@ def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Fact
         for name in visited.param_names:
             titles_of.setdefault(name, []).append(visited.title)
     return {
-        "transforms of a parameter": {name: ", ".join(titles) for name, titles in titles_of.items()},
+        "transforms of a parameter": {
+            name: ", ".join(titles) for name, titles in titles_of.items()
+        },
         "chains": chains,
     }
 
@@ -124,11 +135,15 @@ def _text_of_argument(value: object) -> str:
     All functions share the text "a function". Their code cannot be compared, but ranks compare their results.
     """
     if isinstance(value, Recorded):  # a transform, or another value that has recorded its arguments
-        arguments = [f"{name}={_text_of_argument(argument)}" for name, argument in value.arguments.items()]
+        arguments = [
+            f"{name}={_text_of_argument(argument)}" for name, argument in value.arguments.items()
+        ]
         return f"{value.factory.__name__}({', '.join(arguments)})"
     if inspect.isroutine(value) or isinstance(value, functools.partial):
         return "a function"
-    return text_of(value, _text_of_argument)  # of a list or dict, it calls this function for each item
+    return text_of(
+        value, _text_of_argument
+    )  # of a list or dict, it calls this function for each item
 
 
 def _texts_of_state(binding: Binding, tx: Transform, local: PyTree) -> dict[str, str]:
@@ -142,8 +157,13 @@ def _texts_of_state(binding: Binding, tx: Transform, local: PyTree) -> dict[str,
 
 
 def _versions() -> dict[str, str]:
-    package = sys.modules[__name__.partition(".")[0]]  # modules inside the package must not import it
-    return {"muonfx": str(getattr(package, "__version__", "unknown")), "torch": str(torch.__version__)}
+    package = sys.modules[
+        __name__.partition(".")[0]
+    ]  # modules inside the package must not import it
+    return {
+        "muonfx": str(getattr(package, "__version__", "unknown")),
+        "torch": str(torch.__version__),
+    }
 
 
 def _settings_of_torch() -> dict[str, str]:

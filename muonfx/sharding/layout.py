@@ -17,9 +17,18 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.internal.tracing import without_transforms
-from muonfx.sharding.communication.collectives import gathered, gathered_with_derivatives, reduce_scattered
+from muonfx.sharding.communication.collectives import (
+    gathered,
+    gathered_with_derivatives,
+    reduce_scattered,
+)
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.shards.dtensors import global_shard, is_dtensor, map_named, require_no_transform
+from muonfx.sharding.shards.dtensors import (
+    global_shard,
+    is_dtensor,
+    map_named,
+    require_no_transform,
+)
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
@@ -68,7 +77,9 @@ class Layout(ShardTable):
 
         >>> import muonfx as mfx
         >>> params = {"w": torch.arange(6.0)}
-        >>> layout = mfx.sharding.zero(params, 2, partition="flat")  # each rank has half of the elements
+        >>> layout = mfx.sharding.zero(
+        ...     params, 2, partition="flat"
+        ... )  # each rank has half of the elements
         >>> layout.shard(params, rank=1)
         {'w': tensor([3., 4., 5.])}
         """
@@ -98,7 +109,9 @@ class Layout(ShardTable):
         {'w': tensor([0., 0., 0., 1., 1., 1.])}
         """
         if len(locals_) != self.size:
-            raise ValueError(f"locals_: found {len(locals_)} trees, expected one for each of {self.size} ranks")
+            raise ValueError(
+                f"locals_: found {len(locals_)} trees, expected one for each of {self.size} ranks"
+            )
 
         def zeros(name: str, shard: Tensor) -> Tensor:
             return shard.new_zeros(self.specs[name].shape)
@@ -106,7 +119,9 @@ class Layout(ShardTable):
         # Each shard is copied to its place in zeros of the whole shape.
         wholes = map_named(zeros, locals_[0])
         whole_leaves = tree.named_leaves(wholes)
-        for rank in reversed(range(self.size)):  # the lowest rank that holds a shard is last, as in `broadcast`
+        for rank in reversed(
+            range(self.size)
+        ):  # the lowest rank that holds a shard is last, as in `broadcast`
             shards = tree.leaves(locals_[rank])
             for (name, whole), shard in zip(whole_leaves, shards, strict=True):
                 if whole is not None:
@@ -187,7 +202,9 @@ class Layout(ShardTable):
         """
         if isinstance(leaf, FlatShard) or is_dtensor(leaf):  # it is in global form already
             return leaf
-        if name not in self.specs:  # no parameter, such as a buffer of batch norm: a save compares it between the ranks
+        if (
+            name not in self.specs
+        ):  # no parameter, such as a buffer of batch norm: a save compares it between the ranks
             return leaf
         position = self.position(name)
         # A leaf of the whole shape counts as whole on all ranks, even if this rank's shard has the same shape.
@@ -209,7 +226,9 @@ class Layout(ShardTable):
         """
 
         def to_local(name: str, leaf: Tensor | FlatShard) -> Tensor:
-            if isinstance(leaf, FlatShard):  # its values are 1-d, and a rank's shard may have more dims
+            if isinstance(
+                leaf, FlatShard
+            ):  # its values are 1-d, and a rank's shard may have more dims
                 return leaf.data.view(self.position(name).shape)
             return leaf
 

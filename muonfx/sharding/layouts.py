@@ -65,7 +65,9 @@ def replicated(params: PyTree, group: Group = None) -> Layout:
     """
     specs = specs_of(params)
     size, rank, process_group = _ranks(group)
-    whole = functools.cache(Whole)  # parameters of one shape share a partition, with its remembered values
+    whole = functools.cache(
+        Whole
+    )  # parameters of one shape share a partition, with its remembered values
     cuts = {name: whole(spec.shape, size) for name, spec in specs.items()}
     return Layout("replicated", specs, cuts, size, rank, process_group)
 
@@ -116,7 +118,9 @@ def zero(
         cuts = equal_parts(specs, size)
     else:  # "whole": one rank owns each parameter, so that ranks have about equal costs and bytes
         costs = costs_of(specs, tx)
-        owners = assign_by_bytes([Item(costs[name], spec.nbytes) for name, spec in specs.items()], size)
+        owners = assign_by_bytes(
+            [Item(costs[name], spec.nbytes) for name, spec in specs.items()], size
+        )
         cuts: dict[str, Cut] = {}
         for (name, spec), owner in zip(specs.items(), owners, strict=True):
             cuts[name] = Whole(spec.shape, size, owner)
@@ -150,7 +154,9 @@ def flat(
     Raises:
         ValueError: ``cuts``, ``order`` or ``starts`` do not place every parameter exactly once; the message says why.
 
-    >>> layout = flat({"a": torch.zeros(2, 2), "b": torch.zeros(6)}, 3, order=["b", "a"], cuts=[0, 4, 9, 10])
+    >>> layout = flat(
+    ...     {"a": torch.zeros(2, 2), "b": torch.zeros(6)}, 3, order=["b", "a"], cuts=[0, 4, 9, 10]
+    ... )
     >>> [layout.position("a", rank).numel for rank in range(3)]
     [0, 3, 1]
     """
@@ -207,7 +213,9 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     # 1. The mesh and placements of each DTensor (its `_spec`), and the group of all ranks on the meshes.
     leaves = {name: leaf for name, leaf in tree.named_leaves(params) if is_dtensor(leaf)}
     if not leaves:
-        raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
+        raise TypeError(
+            "params: found no DTensor; shard the model first, or use replicated(params) or zero(params)"
+        )
     dtensors = {name: leaf._spec for name, leaf in leaves.items()}
     ranks_of = _ranks_of_meshes(dtensors)
     if group is None:
@@ -215,14 +223,23 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     ranks = dist.get_process_group_ranks(group)
     rank = dist.get_rank(group)
     if rank < 0:
-        raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
+        raise ShardingError(
+            f"this process is not among the ranks {ranks} of the parameters' meshes"
+        )
     # 2. For each parameter, the shards of all ranks (a cut). Those of this rank must have the shapes of its tensors.
     specs = specs_of(params)
     cuts, on_several_meshes = cuts_on_meshes(specs, dtensors, ranks_of, group)
     for name, leaf in leaves.items():
         _require_local_shape(name, leaf._local_tensor, cuts[name][rank])
     return Layout(
-        "from_dtensors", specs, cuts, len(ranks), rank, group, dtensors=dtensors, on_several_meshes=on_several_meshes
+        "from_dtensors",
+        specs,
+        cuts,
+        len(ranks),
+        rank,
+        group,
+        dtensors=dtensors,
+        on_several_meshes=on_several_meshes,
     )
 
 
@@ -315,7 +332,9 @@ def _check_cuts(cuts: Sequence[int], size: int) -> None:
         )
 
 
-def _check_buffer(specs: Mapping[str, Spec], order: Sequence[str], starts: Mapping[str, int], length: int) -> None:
+def _check_buffer(
+    specs: Mapping[str, Spec], order: Sequence[str], starts: Mapping[str, int], length: int
+) -> None:
     """Raise ValueError unless each parameter begins after the one before it, and the last ends within the buffer.
 
     In a buffer of 10 elements, parameters of 4 and 6 elements may begin at 0 and 4, but not at 0 and 3, where they
@@ -327,7 +346,9 @@ def _check_buffer(specs: Mapping[str, Spec], order: Sequence[str], starts: Mappi
     for name in order:
         start = starts[name]
         if start < end:
-            raise ValueError(f"starts: {name!r} begins at {start}, expected {end} or more, where {previous} ends")
+            raise ValueError(
+                f"starts: {name!r} begins at {start}, expected {end} or more, where {previous} ends"
+            )
         end = start + prod(specs[name].shape)
         previous = repr(name)
     if end > length:

@@ -88,7 +88,9 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
         placement_at = _placements_of_all(binding, tx, params)
     # 3. Both for each leaf, which has the same path in both states.
     described: list[LeafPlacement | None] = []
-    for path, (name, leaf) in zip(tree.paths(state_on_rank), tree.named_leaves(state_on_rank), strict=True):
+    for path, (name, leaf) in zip(
+        tree.paths(state_on_rank), tree.named_leaves(state_on_rank), strict=True
+    ):
         placement = placement_at.get(path)
         if placement is not None:
             local_shape = None if leaf is None else tuple(leaf.shape)
@@ -97,7 +99,9 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
     return described
 
 
-def _placements_of_all(binding: Binding, tx: Transform, params: PyTree) -> dict[Path, LeafPlacement]:
+def _placements_of_all(
+    binding: Binding, tx: Transform, params: PyTree
+) -> dict[Path, LeafPlacement]:
     """Return which ranks hold each tensor in the state of a transform, by its path in the state.
 
     A path is such as ``("muon", "momentum", "trace", "w")``. Each transform is treated by itself: `tx`, and those that
@@ -126,17 +130,25 @@ def _plans_of(binding: Binding, root: Visit) -> dict[Visit, RunPlan]:
     return plan_of
 
 
-def _placements(binding: Binding, visited: Visit, plan: RunPlan | None) -> dict[Path, LeafPlacement]:
+def _placements(
+    binding: Binding, visited: Visit, plan: RunPlan | None
+) -> dict[Path, LeafPlacement]:
     """Return which ranks hold each tensor in the state of one transform, by its path in the outermost state.
 
     `visited` is the transform, with its parameters (whole, on the meta device) and the path of its state. `plan` says
     which rank computes each matrix, if the transform needs whole matrices.
     """
-    if visited.state is None:  # its caller may store its state in a form of its own, and has described it
+    if (
+        visited.state is None
+    ):  # its caller may store its state in a form of its own, and has described it
         return {}
-    state = fixed(visited).functions.init(visited.params)  # of this transform alone, with whole leaves
+    state = fixed(visited).functions.init(
+        visited.params
+    )  # of this transform alone, with whole leaves
     leaves = tree.leaves(state)
-    param_names: Sequence[str | None] = [None] * len(leaves)  # for each leaf, the parameter to which it belongs
+    param_names: Sequence[str | None] = [None] * len(
+        leaves
+    )  # for each leaf, the parameter to which it belongs
     if not _is_equal_on_all_ranks(binding, visited, state):
         param_names = parameters_of(state, visited.params)
     named_params = tree.named_leaves(visited.params)
@@ -164,8 +176,12 @@ def _placement_of_leaf(
         for shard in shards:  # at most one is computed by this rank
             if shard.owner in (None, plan.rank):
                 shard_of_rank = shard
-        return LeafPlacement(name, shape, leaf.dtype, owned=True, shards=shards, shard=shard_of_rank)
-    if name is not None and leaf.shape != shape_of.get(name, leaf.shape):  # it cannot be sharded like its parameter
+        return LeafPlacement(
+            name, shape, leaf.dtype, owned=True, shards=shards, shard=shard_of_rank
+        )
+    if name is not None and leaf.shape != shape_of.get(
+        name, leaf.shape
+    ):  # it cannot be sharded like its parameter
         name = None
     return LeafPlacement(name, shape, leaf.dtype)
 
@@ -179,7 +195,9 @@ def _is_equal_on_all_ranks(binding: Binding, visited: Visit, state: PyTree) -> b
     return bool(getattr(state, "is_equal_on_all_ranks", False))
 
 
-def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None) -> PyTree:
+def state_to_dtensors(
+    binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None
+) -> PyTree:
     """Turn each leaf of an optimizer state into a DTensor if its parameter is a DTensor.
 
     The momentum of a DTensor becomes a DTensor with the same mesh and placements; a step count stays a tensor. `old` is
@@ -211,11 +229,15 @@ def leaf_to_dtensor(
     if placement.name not in layout.dtensors or is_dtensor(leaf):
         return leaf
     computes_no_matrices = placement.local is None
-    if placement.owned and (computes_no_matrices or leaf is not None):  # the leaf of the owners' matrices
+    if placement.owned and (
+        computes_no_matrices or leaf is not None
+    ):  # the leaf of the owners' matrices
         return _owned_to_dtensor(layout, placement, placement.name, leaf)
     if leaf is None:  # the transform has no state for this parameter
         return None
-    return parameter_like(layout, placement.name, leaf, old_leaf)  # the leaf is sharded like its parameter
+    return parameter_like(
+        layout, placement.name, leaf, old_leaf
+    )  # the leaf is sharded like its parameter
 
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
@@ -226,7 +248,9 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) 
     rank, and becomes None.
     """
     leaves, treedef = tree.flatten(state)
-    if are_plain(leaves):  # there is nothing to replace: the parameters are no DTensors, and nothing was loaded
+    if are_plain(
+        leaves
+    ):  # there is nothing to replace: the parameters are no DTensors, and nothing was loaded
         return state
     placements = describe_state(binding, tx, params)
     is_of_another_transform = len(placements) != len(leaves)
@@ -242,7 +266,9 @@ def _local_leaf(placement: LeafPlacement | None, leaf: Any) -> Any:
     """Return a leaf of a state as `update` uses it on this rank: a local tensor, or None if other ranks compute it."""
     if isinstance(leaf, FlatShard):  # its values have one dim
         return _in_local_shape(leaf.data, placement)
-    if is_dtensor(leaf) and placement is not None and placement.owned:  # its values have the dims of the whole leaf
+    if (
+        is_dtensor(leaf) and placement is not None and placement.owned
+    ):  # its values have the dims of the whole leaf
         return _in_local_shape(local_of(leaf), placement)
     # A local tensor, or a DTensor whose local tensor has the shape of this rank's shard.
     return local_of(leaf)
@@ -276,9 +302,13 @@ def global_leaf(
     which this rank computes the last two, the momentum becomes a `FlatShard` of 32 elements, which begin at element 32
     of the whole momentum.
     """
-    if placement is None or placement.name is None:  # a leaf without a parameter is whole on all ranks
+    if (
+        placement is None or placement.name is None
+    ):  # a leaf without a parameter is whole on all ranks
         return leaf
-    if placement.owned and placement.shard is None:  # this rank computes no matrices: an interval without elements
+    if (
+        placement.owned and placement.shard is None
+    ):  # this rank computes no matrices: an interval without elements
         return FlatShard(placement.shape, 0, torch.empty(0, dtype=placement.dtype, device=device))
     if leaf is None:  # the transform has no state for this parameter
         return None
@@ -309,7 +339,9 @@ def interval_of(placement: LeafPlacement, shard: MatrixShard) -> tuple[int, int]
 # torch.distributed.checkpoint neither reads nor writes it there.
 
 
-def _owned_to_dtensor(layout: Layout, placement: LeafPlacement, name: str, local: Tensor | None) -> Tensor | None:
+def _owned_to_dtensor(
+    layout: Layout, placement: LeafPlacement, name: str, local: Tensor | None
+) -> Tensor | None:
     """Turn a leaf of the state into a DTensor, if each rank has it for the matrices that it computes (it owns them).
 
     `local` is the leaf for the matrices that this rank computes of the parameter called `name`; None if it computes
@@ -342,12 +374,17 @@ def _owned_to_dtensor(layout: Layout, placement: LeafPlacement, name: str, local
 
 
 def _global_dtensor(
-    placement: LeafPlacement, local: Tensor | None, mesh: DeviceMesh, placements: Sequence[Placement]
+    placement: LeafPlacement,
+    local: Tensor | None,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
 ) -> Tensor:
     """Build a DTensor with the whole shape of a leaf. `local` is None on a rank that is not on the mesh."""
     if local is None:
         local = _empty_on(mesh, placement.dtype)
-    stride = torch.empty(placement.shape, device="meta").stride()  # of a contiguous tensor of the whole shape
+    stride = torch.empty(
+        placement.shape, device="meta"
+    ).stride()  # of a contiguous tensor of the whole shape
     return dtensor_of(local, mesh, placements, placement.shape, stride)
 
 
@@ -361,7 +398,9 @@ def _mesh_of_owner(layout: Layout, device_type: str, owner: int) -> DeviceMesh:
     return DeviceMesh(device_type, [global_rank], _init_backend=False)
 
 
-def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard], shape: Sequence[int]) -> bool:
+def own_what_they_hold(
+    layout: Layout, name: str, shards: Sequence[MatrixShard], shape: Sequence[int]
+) -> bool:
     """Return True if every rank computes exactly the matrices that it holds, of a parameter that stacks matrices.
 
     For a stack of shape (4, 8, 8) with the placement ``Shard(0)`` over two ranks, each rank then computes two matrices.

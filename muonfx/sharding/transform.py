@@ -49,7 +49,12 @@ from muonfx.sharding.communication.agree import (
 )
 from muonfx.sharding.communication.differences import Facts
 from muonfx.sharding.communication.missing_gradients import complete_gradients
-from muonfx.sharding.communication.replicas import verify_extras, verify_params, verify_state, warn_of_gradients
+from muonfx.sharding.communication.replicas import (
+    verify_extras,
+    verify_params,
+    verify_state,
+    warn_of_gradients,
+)
 from muonfx.sharding.communication.waiting import CONSTRUCTING, construction, wait_for_all
 from muonfx.sharding.digests import digest
 from muonfx.sharding.facts import NUMBERS, facts_of_transforms, verify_ranks
@@ -92,7 +97,13 @@ class Sharded(Outermost):
         return self.functions.init(params)
 
     def update(
-        self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: bool | Donation = False, **extras: Any
+        self,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: bool | Donation = False,
+        **extras: Any,
     ) -> tuple[PyTree, PyTree]:
         """Return this rank's shards of the updates, and this rank's next state. All ranks must call this together."""
         return self.functions.update(updates, state, params, donate=donate, check=True, **extras)
@@ -155,7 +166,9 @@ def sharded(
             "tx: found a sharded transform, expected a transform for whole tensors: pass tx.arguments['tx']"
         )
     require_layout(layout)
-    with construction(lambda: layout.group):  # an error is reported to the other ranks, which may wait for this one
+    with construction(
+        lambda: layout.group
+    ):  # an error is reported to the other ranks, which may wait for this one
         positive_int("bucket_bytes", bucket_bytes)
     settings = Settings(replicas, bucket_bytes)
     inner = inner_of(tx)  # without offload
@@ -204,7 +217,9 @@ def sharded(
         # 2. The step on local tensors.
         out, new_state = step_sharded(binding, progress, inner, call, check=check)
         # 3. DTensors, if the caller uses them.
-        is_plain_call = not layout.dtensors or are_plain([*tree.leaves(updates), *tree.leaves(params)])
+        is_plain_call = not layout.dtensors or are_plain(
+            [*tree.leaves(updates), *tree.leaves(params)]
+        )
         if is_plain_call:
             return out, new_state
         out_as_dtensors = to_dtensors(layout, out, updates)
@@ -224,7 +239,9 @@ _PROGRESS = "progress"
 """The key of the `Progress` of a sharded transform in its memory."""
 
 
-def sharded_with(progress: Progress, tx: Transform, layout: Layout, settings: Settings) -> Transform:
+def sharded_with(
+    progress: Progress, tx: Transform, layout: Layout, settings: Settings
+) -> Transform:
     """Return ``sharded(tx, layout)`` for an optimizer, which counts its steps itself in `progress`."""
     result = sharded(tx, layout, **settings._asdict())
     result.structure.memory[_PROGRESS] = progress
@@ -238,7 +255,9 @@ def _progress_of(memory: Memory, binding: Binding, inner: Transform) -> Progress
     each step, ``sharded(muon(rate), layout)``, and call `init` of the first only. The others continue the count of the
     first. `binding` has it by the structure of the `inner` transform, which is equal for all rates.
     """
-    if _PROGRESS in memory:  # `init` was called for this very transform, or an optimizer counts its steps
+    if (
+        _PROGRESS in memory
+    ):  # `init` was called for this very transform, or an optimizer counts its steps
         return memory[_PROGRESS]
     # Without any `init`, for example with a loaded state, the count starts here.
     return binding.progress_of.setdefault(inner.treedef, Progress())
@@ -383,7 +402,9 @@ def agreed_call(
         unplaced=unplaced,
         same=facts,
         explain=lambda: _facts_as_texts(binding, tx, local, facts),
-        request=progress.needs_verification(local.state),  # if one rank must compare replicas, all ranks do
+        request=progress.needs_verification(
+            local.state
+        ),  # if one rank must compare replicas, all ranks do
     )
     # 4. In the first step after `init` or a load on any rank: the replicas have equal values.
     if agreement.is_requested:
@@ -391,7 +412,9 @@ def agreed_call(
         progress.lacking = frozenset(tree.names(local.updates))
     # 5. Gradients that are None on some ranks, or partial sums, are completed. Replicas should then have equal ones.
     if agreement.missing or unplaced:
-        completed = complete_gradients(layout, call.updates, agreement.missing, tree.device_of(local.like))
+        completed = complete_gradients(
+            layout, call.updates, agreement.missing, tree.device_of(local.like)
+        )
         local = local._replace(updates=completed)
     if progress.lacking:
         _compare_first_gradients(progress, layout, local.updates)
@@ -426,7 +449,9 @@ def _compare_first_gradients(progress: Progress, layout: Layout, updates: PyTree
         progress.lacking = progress.lacking.difference(first_gradients)
 
 
-def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> tuple[Arguments, list[str]]:
+def _checked_call(
+    binding: Binding, tx: Transform, call: Arguments, *, check: bool
+) -> tuple[Arguments, list[str]]:
     """Return this rank's arguments of `update` with local tensors. Raise if they are wrong.
 
     Also return the names of the gradients with other DTensor placements than their parameters, such as Partial. With
@@ -465,13 +490,17 @@ def _check_trees(binding: Binding, tx: Transform, call: Arguments, local: Argume
     if call.params is not None:
         require_shards(binding.layout, call.params)
         checks.check_updates_fit(local.params, local.updates)
-    with_dtypes = local.params is not None  # without parameters, the dtypes of the state are unknown
+    with_dtypes = (
+        local.params is not None
+    )  # without parameters, the dtypes of the state are unknown
     binding.check_state(tx, local.like, local.state, with_dtypes=with_dtypes)
 
 
 # The subjects of the facts of a step, as errors name them. Some have advice in parentheses.
 _TRANSFORMS = "transforms and their arguments"
-_ORDER = "sharded transforms or optimizers in this step (all ranks must step them in the same order)"
+_ORDER = (
+    "sharded transforms or optimizers in this step (all ranks must step them in the same order)"
+)
 _COMPLETED = (
     "numbers of completed steps (a rank has gone on after an error inside its step, so its parameters and state are "
     "old: load one checkpoint on all ranks)"
@@ -537,7 +566,9 @@ def _step_of(counters: Mapping[str, Any], progress: Progress) -> int:
 
 def _facts_as_texts(binding: Binding, tx: Transform, call: Arguments, facts: Facts) -> Facts:
     """Return `_facts_of_step` for an error, with the texts of which it has digests. Called only if the ranks differ."""
-    dtypes = {name: str(leaf.dtype) for name, leaf in tree.named_leaves(call.params) if leaf is not None}
+    dtypes = {
+        name: str(leaf.dtype) for name, leaf in tree.named_leaves(call.params) if leaf is not None
+    }
     return {**facts_of_transforms(binding, tx, call.like), **facts, _DTYPES: dtypes}
 
 
@@ -548,7 +579,9 @@ def _prepare_facts(binding: Binding, tx: Transform, params: PyTree) -> _Prepared
     The digest is a short hash, which ranks compare in place of long texts. The values of counters change in each step,
     but not where they are in the state.
     """
-    placements = describe_state(binding, tx, params)  # for each leaf of the state, the parameter to which it belongs
+    placements = describe_state(
+        binding, tx, params
+    )  # for each leaf of the state, the parameter to which it belongs
     counter_indices: dict[str, int] = {}
     for index, placement in enumerate(placements):
         if placement is not None and placement.name is None:  # the leaf belongs to no parameter
@@ -597,7 +630,9 @@ def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
     """
     schedules: dict[str, Callable[[Tensor], Any]] = {}
     for index, inner in enumerate(within(tx)):
-        types_of = inner.factory.definition.accepted_types  # by argument, its types, such as {"float", "Schedule"}
+        types_of = (
+            inner.factory.definition.accepted_types
+        )  # by argument, its types, such as {"float", "Schedule"}
         for name, value in inner.arguments.items():
             # A function is a schedule if its argument may be one: ``learning_rate=lambda step: 0.1 / (1 + step)``.
             is_function_as_schedule = callable(value) and "Schedule" in types_of[name]
@@ -609,7 +644,12 @@ def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
 
 def is_host_counter(leaf: object) -> bool:
     """Return True for a 0-d int64 tensor on the CPU, which can be read without waiting for a device."""
-    return isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and not leaf.ndim and leaf.device.type == "cpu"
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.dtype == torch.int64
+        and not leaf.ndim
+        and leaf.device.type == "cpu"
+    )
 
 
 def _comparable_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str, object]:
@@ -620,7 +660,9 @@ def _comparable_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str, ob
     """
     equal_leaves = _equal_leaves_of_extras(tx, extras)
     texts: dict[str, object] = {}
-    for name, leaf in tree.named_leaves(dict(extras)):  # sorted: ranks may pass them in different orders
+    for name, leaf in tree.named_leaves(
+        dict(extras)
+    ):  # sorted: ranks may pass them in different orders
         if name in equal_leaves:
             texts[name] = comparable(leaf)
         else:
@@ -692,7 +734,9 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     # The state must be one that `init` would return on this rank.
     checked = local
     has_containers = params is not None or inner.treedef in binding.likes
-    if not has_containers:  # `like` is a flat dict of names, but the parameters, and so the state, may be nested
+    if (
+        not has_containers
+    ):  # `like` is a flat dict of names, but the parameters, and so the state, may be nested
         checked = _in_containers_of(binding.init(inner, like), local)
     binding.check_state(inner, local_tree(like), checked, with_dtypes=False)
     # Each leaf gets its position in the whole tensor, such as "elements 0 to 4".
@@ -763,10 +807,14 @@ def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTre
         and `params` or, if they are None, meta tensors in the shapes of this rank's shards.
     """
     if not isinstance(tx, Sharded):
-        raise TypeError(f"tx: found {tx!r}, expected a transform that muonfx.sharding.sharded returned")
+        raise TypeError(
+            f"tx: found {tx!r}, expected a transform that muonfx.sharding.sharded returned"
+        )
     inner_or_offloaded = tx.arguments["tx"]
     inner = inner_of(inner_or_offloaded)
-    store = store_of(inner_or_offloaded)  # where the state is between steps: in memory, or where `offload` puts it
+    store = store_of(
+        inner_or_offloaded
+    )  # where the state is between steps: in memory, or where `offload` puts it
     binding = bind(tx.layout, settings_of(tx), store)
     if params is None:
         params = binding.shapes_of_params(inner)

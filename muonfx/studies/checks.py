@@ -31,7 +31,9 @@ def check_task(task: Task, seed: int) -> None:
     _require_tensors("init", params)
     _require_tensors("batch", batch)
     _require_same_bits(f"init: two calls with seed {seed} differ", params, task.init(seed))
-    _require_same_bits(f"batch: two calls with seed {seed} and step 0 differ", batch, task.batch(seed, 0))
+    _require_same_bits(
+        f"batch: two calls with seed {seed} and step 0 differ", batch, task.batch(seed, 0)
+    )
     _require_repeatable_loss(task, params, batch)
     if task.validation is not None:
         _require_tensors("validation", task.validation)
@@ -54,8 +56,12 @@ def _require_same_bits(problem: str, first: tree.PyTree, second: tree.PyTree) ->
     """Raise an error that begins with ``problem`` if two trees of tensors differ. NaN is equal to NaN."""
     for leaf, other in zip(tree.leaves(first), tree.leaves(second), strict=True):
         # `allclose` without tolerances is equality, except that it can accept two NaN.
-        if leaf.shape != other.shape or not torch.allclose(leaf, other, rtol=0, atol=0, equal_nan=True):
-            raise ValueError(f"{problem}; draw from torch.Generator().manual_seed(...) of the arguments alone")
+        if leaf.shape != other.shape or not torch.allclose(
+            leaf, other, rtol=0, atol=0, equal_nan=True
+        ):
+            raise ValueError(
+                f"{problem}; draw from torch.Generator().manual_seed(...) of the arguments alone"
+            )
 
 
 def _require_repeatable_loss(task: Task, params: Params, batch: Batch) -> None:
@@ -69,13 +75,17 @@ def _require_repeatable_loss(task: Task, params: Params, batch: Batch) -> None:
         )
 
 
-def _loss_from_zero(argument: str, loss: Callable[[Params, Batch], Tensor], params: Params, batch: Batch) -> float:
+def _loss_from_zero(
+    argument: str, loss: Callable[[Params, Batch], Tensor], params: Params, batch: Batch
+) -> float:
     """Return a loss after ``torch.manual_seed(0)``. Raise TypeError if it is not a 0-d tensor."""
     torch.manual_seed(0)
     with torch.no_grad():
         value = loss(params, batch)
     if not isinstance(value, Tensor):
-        raise TypeError(f"{argument}: found a result of type {type(value).__name__}, expected a 0-d tensor")
+        raise TypeError(
+            f"{argument}: found a result of type {type(value).__name__}, expected a 0-d tensor"
+        )
     if value.ndim > 0:
         raise TypeError(
             f"{argument}: found a result of shape {tuple(value.shape)}, expected a 0-d tensor: return its mean()"
@@ -130,7 +140,9 @@ def require_optimizers(optimizers: object) -> None:
             'as {"adamw": muonfx.adamw}'
         )
     if not optimizers:
-        raise ValueError("optimizers: found none, expected a dict from name to a function of a rate")
+        raise ValueError(
+            "optimizers: found none, expected a dict from name to a function of a rate"
+        )
     for name, make_transform in optimizers.items():
         if isinstance(make_transform, Transform):
             raise TypeError(

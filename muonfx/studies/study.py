@@ -104,7 +104,9 @@ def study(
         ...     loss=lambda params, target: (params["w"] - target).square().sum(),
         ... )
         >>> sgd = lambda rate: mfx.scale_by_learning_rate(rate)
-        >>> for row in mfx.study(task, {"sgd": sgd}, rates=[0.1, 0.5], seeds=[0], steps=2, progress=False):
+        >>> for row in mfx.study(
+        ...     task, {"sgd": sgd}, rates=[0.1, 0.5], seeds=[0], steps=2, progress=False
+        ... ):
         ...     print(row["rate"], row["step"], round(row["loss"], 2))
         0.1 1 5.0
         0.1 2 3.2
@@ -117,7 +119,9 @@ def study(
     rates_by_name = _rates_by_name(rates, optimizers)
     eval_params = eval_params or {}
     if not set(eval_params) <= set(optimizers):
-        raise ValueError(f"eval_params: found {sorted(eval_params)}, expected names of {sorted(optimizers)}")
+        raise ValueError(
+            f"eval_params: found {sorted(eval_params)}, expected names of {sorted(optimizers)}"
+        )
     _require_work(seeds, steps, report_every)
     interval = report_every or math.ceil(steps / REPORTS)
     report_steps = [*range(interval, steps, interval), steps]
@@ -138,7 +142,13 @@ def study(
                 if folder is not None:
                     path = Path(folder) / _file_name(name, batch_of_runs)
                 losses = _losses_at(sweep, name, batch_of_runs, report_steps, path, report)
-                rows += _rows(name, batch_of_runs, report_steps, losses, has_validation=task.validation is not None)
+                rows += _rows(
+                    name,
+                    batch_of_runs,
+                    report_steps,
+                    losses,
+                    has_validation=task.validation is not None,
+                )
     return rows
 
 
@@ -177,7 +187,12 @@ def _sweep(
 
 
 def _losses_at(
-    sweep: Sweep, name: str, runs: list[Run], report_steps: list[int], path: Path | None, report: Report
+    sweep: Sweep,
+    name: str,
+    runs: list[Run],
+    report_steps: list[int],
+    path: Path | None,
+    report: Report,
 ) -> Tensor:
     """Train several runs of an optimizer together, and return their losses: shape (reports, runs, 2).
 
@@ -198,7 +213,9 @@ def _losses_at(
     steps_taken = 0
     saves: _Saves | None = None
     if path is not None:
-        saves = _Saves(path, _description_of(name, runs, report_steps, sweep, progress), tree.names(sweep.tx))
+        saves = _Saves(
+            path, _description_of(name, runs, report_steps, sweep, progress), tree.names(sweep.tx)
+        )
         steps_taken, progress, losses = saves.resume(sweep, progress, losses)
     for index, step in enumerate(report_steps):
         if step <= steps_taken:  # the saved study has made this report
@@ -210,7 +227,9 @@ def _losses_at(
         if saves is not None:
             saves.save(steps_taken, progress, losses)
         lowest = training_losses.nan_to_num(nan=math.inf).min()  # NaN: the run has diverged
-        report(f"{name}: step {steps_taken} of {report_steps[-1]}, {len(sweep.seeds)} runs, lowest loss {lowest:.4g}")
+        report(
+            f"{name}: step {steps_taken} of {report_steps[-1]}, {len(sweep.seeds)} runs, lowest loss {lowest:.4g}"
+        )
     return losses
 
 
@@ -231,7 +250,9 @@ def _warn_of_trained_params(sweep: Sweep, name: str) -> None:
             return
 
 
-def _rows(name: str, runs: list[Run], report_steps: list[int], losses: Tensor, *, has_validation: bool) -> Rows:
+def _rows(
+    name: str, runs: list[Run], report_steps: list[int], losses: Tensor, *, has_validation: bool
+) -> Rows:
     """Return the losses of an optimizer as rows, a dict for each run and each report.
 
     For example ``{"optimizer": "muon", "rate": 0.1, "seed": 0, "step": 5, "loss": 2.3}``. ``losses`` has the shape
@@ -240,8 +261,16 @@ def _rows(name: str, runs: list[Run], report_steps: list[int], losses: Tensor, *
     rows: Rows = []
     # `unbind` divides the losses by run: each part has the shape (reports, 2).
     for run, losses_of_run in zip(runs, losses.unbind(1), strict=True):
-        for step, (training_loss, validation_loss) in zip(report_steps, losses_of_run.tolist(), strict=True):
-            row = {"optimizer": name, "rate": run.rate, "seed": run.seed, "step": step, "loss": training_loss}
+        for step, (training_loss, validation_loss) in zip(
+            report_steps, losses_of_run.tolist(), strict=True
+        ):
+            row = {
+                "optimizer": name,
+                "rate": run.rate,
+                "seed": run.seed,
+                "step": step,
+                "loss": training_loss,
+            }
             if has_validation:
                 row["validation_loss"] = validation_loss
             rows.append(row)
@@ -277,7 +306,9 @@ class _Saves(NamedTuple):
     def save(self, step: int, progress: Progress, losses: Tensor) -> None:
         """Replace the checkpoint by the progress after ``step`` steps."""
         state = {"optimizer": progress.state, "losses": losses}
-        checkpoint.save(self.path, state, params=progress.params, step=step, extra={"study": self.description})
+        checkpoint.save(
+            self.path, state, params=progress.params, step=step, extra={"study": self.description}
+        )
 
     def load(self, start: Progress, losses: Tensor) -> tuple[int, Progress, Tensor]:
         """Return the number of steps, the progress and the losses with which an interrupted study continues.
@@ -319,9 +350,13 @@ class _Saves(NamedTuple):
         """
         numbers = self.description["numbers"]
         differences: list[str] = []
-        for name, saved_number, number in zip(self.names_of_numbers, saved_numbers, numbers, strict=True):
+        for name, saved_number, number in zip(
+            self.names_of_numbers, saved_numbers, numbers, strict=True
+        ):
             if saved_number != number:
-                differences.append(_difference(name, _shown_number(saved_number), _shown_number(number)))
+                differences.append(
+                    _difference(name, _shown_number(saved_number), _shown_number(number))
+                )
         return "; ".join(differences)
 
     def _another_study(self, difference: str) -> ValueError:
@@ -333,12 +368,17 @@ class _Saves(NamedTuple):
 def _is_same_item(key: str, saved_value: Any, value: Any) -> bool:
     """Return True if an item of the description of a study, such as "rates", is as it was saved, up to rounding.
 
-    >>> _is_same_item("first losses", [2.0], [2.0 + 1e-9]), _is_same_item("rates", [2.0], [2.0 + 1e-9])
+    >>> (
+    ...     _is_same_item("first losses", [2.0], [2.0 + 1e-9]),
+    ...     _is_same_item("rates", [2.0], [2.0 + 1e-9]),
+    ... )
     (True, False)
     """
     if saved_value == value:
         return True
-    is_computed = key == "first losses" or key.startswith(AVERAGES)  # another machine rounds these otherwise
+    is_computed = key == "first losses" or key.startswith(
+        AVERAGES
+    )  # another machine rounds these otherwise
     return is_computed and saved_value is not None and are_same_losses(saved_value, value)
 
 
@@ -353,7 +393,9 @@ def _description_of(
     """
     numbers: list[Any] = []
     for number in tree.leaves(sweep.tx):
-        numbers.append(torch.as_tensor(number, dtype=torch.float64).tolist())  # not rounded to float32
+        numbers.append(
+            torch.as_tensor(number, dtype=torch.float64).tolist()
+        )  # not rounded to float32
     description: dict[str, Any] = {
         "optimizer": name,
         "rates": list(dict.fromkeys(run.rate for run in runs)),  # each once
@@ -406,11 +448,15 @@ def _rates_by_name(
     {'muon': [0.1, 1.0], 'adamw': [0.1, 1.0]}
     """
     if not isinstance(rates, Iterable):
-        raise TypeError(f"rates: found {rates!r}, expected a list of rates, or a dict from optimizer to list")
+        raise TypeError(
+            f"rates: found {rates!r}, expected a list of rates, or a dict from optimizer to list"
+        )
     if not isinstance(rates, Mapping):  # the same for all optimizers
         rates = dict.fromkeys(optimizers, rates)
     if set(rates) != set(optimizers):
-        raise ValueError(f"rates: found rates for {sorted(rates)}, expected rates for {sorted(optimizers)}")
+        raise ValueError(
+            f"rates: found rates for {sorted(rates)}, expected rates for {sorted(optimizers)}"
+        )
     # Each optimizer needs a rate. As floats, because the caller may have given ints or tensors.
     rates_by_name: dict[str, list[float]] = {}
     for name in optimizers:
@@ -419,7 +465,9 @@ def _rates_by_name(
             number = check_plain("study", "rates", rate, frozenset({"float"}))
             rates_of_name.append(float_of("study: rates", number))
         if not rates_of_name or len(set(rates_of_name)) < len(rates_of_name):
-            raise ValueError(f"rates: found {rates_of_name} for {name!r}, expected at least one rate, each once")
+            raise ValueError(
+                f"rates: found {rates_of_name} for {name!r}, expected at least one rate, each once"
+            )
         rates_by_name[name] = rates_of_name
     return rates_by_name
 

@@ -46,7 +46,11 @@ class Sweep:
     """
 
     def __init__(
-        self, task: Task, transforms: Sequence[Transform], seeds: Sequence[int], eval_params: EvalParams | None = None
+        self,
+        task: Task,
+        transforms: Sequence[Transform],
+        seeds: Sequence[int],
+        eval_params: EvalParams | None = None,
     ) -> None:
         self.task = task
         self.eval_params = eval_params
@@ -59,8 +63,12 @@ class Sweep:
     def start(self) -> Progress:
         """Return the initial parameters and states. Sets the random state of torch, as `train` does."""
         params = self._for_each_run("init", self.task.init)
-        torch.manual_seed(_random_seed(self.seeds[0], step=-1))  # for transforms whose initial states are random
-        init: Callable[[Transform, Params], PyTree] = self._over_runs(lambda tx, params: tx.init(params))
+        torch.manual_seed(
+            _random_seed(self.seeds[0], step=-1)
+        )  # for transforms whose initial states are random
+        init: Callable[[Transform, Params], PyTree] = self._over_runs(
+            lambda tx, params: tx.init(params)
+        )
         return Progress(params, init(self.tx, params))
 
     def first_losses(self, start: Progress) -> Tensor:
@@ -109,10 +117,14 @@ class Sweep:
         batch = self.task.validation
         if batch is None:
             return torch.full((len(self.seeds),), torch.nan, dtype=torch.float64)
-        if self.is_mapped:  # `vmap` takes a batch for each run from the first dim: here the same one for all
+        if (
+            self.is_mapped
+        ):  # `vmap` takes a batch for each run from the first dim: here the same one for all
             batch = tree.map(lambda leaf: leaf.expand(len(self.seeds), *leaf.shape), batch)
         params = progress.params
-        if self.eval_params is not None:  # for example, the average of the iterates in place of the last one
+        if (
+            self.eval_params is not None
+        ):  # for example, the average of the iterates in place of the last one
             params = self._over_runs(self._params_to_validate)(progress.state, params)
         return self._losses(self.task.validation_loss or self.task.loss, params, batch)
 
@@ -121,18 +133,24 @@ class Sweep:
         assert self.eval_params is not None
         chosen: object = self.eval_params(state, params)
         if not isinstance(chosen, Mapping):
-            raise TypeError(f"eval_params: found a result of type {type(chosen).__name__}, expected a dict like params")
+            raise TypeError(
+                f"eval_params: found a result of type {type(chosen).__name__}, expected a dict like params"
+            )
         if chosen.keys() != params.keys():
             raise TypeError(f"eval_params: found a dict of {list(chosen)}, expected {list(params)}")
         return dict(chosen)
 
-    def _train_step(self, tx: Transform, params: Params, state: PyTree, batch: Batch) -> tuple[PyTree, PyTree, Tensor]:
+    def _train_step(
+        self, tx: Transform, params: Params, state: PyTree, batch: Batch
+    ) -> tuple[PyTree, PyTree, Tensor]:
         """Take one step of one run; return parameters, state and the loss before the step."""
         grads, loss = grad_and_value(self.task.loss)(params, batch)
         updates, state = tx.update(grads, state, params)
         return apply_updates(params, updates), state, loss
 
-    def _losses(self, loss: Callable[[Params, Batch], Tensor], params: Params, batch: Batch) -> Tensor:
+    def _losses(
+        self, loss: Callable[[Params, Batch], Tensor], params: Params, batch: Batch
+    ) -> Tensor:
         """Return the loss of each run, shape (runs,), float64. A loss with dropout is the same at each call."""
         with torch.no_grad(), torch.random.fork_rng(), self._attention_that_can_be_mapped():
             torch.manual_seed(0)

@@ -75,7 +75,9 @@ class Task(NamedTuple):
         >>> task = Task.of_module(
         ...     lambda: nn.Linear(2, 1),
         ...     batch=lambda seed, step: torch.ones(4, 2),
-        ...     loss=lambda model, inputs: model(inputs).square().mean() + model.weight.square().sum(),
+        ...     loss=lambda model, inputs: (
+        ...         model(inputs).square().mean() + model.weight.square().sum()
+        ...     ),
         ... )
         >>> {name: tuple(param.shape) for name, param in task.init(0).items()}
         {'weight': (1, 2), 'bias': (1,)}
@@ -85,7 +87,9 @@ class Task(NamedTuple):
         module = _make_seeded(make_model, 0)
         _require_no_running_statistics(module)
         if not _trained_params(module):
-            raise ValueError("make_model: found no parameter with requires_grad, expected at least one to train")
+            raise ValueError(
+                "make_model: found no parameter with requires_grad, expected at least one to train"
+            )
         training_loss = _LossOfModule(module, loss)
         validation_loss = _LossOfModule(copy.deepcopy(module).eval(), loss)
 
@@ -129,7 +133,9 @@ def _make_seeded(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 def _trained_params(module: nn.Module) -> Params:
     """Return the parameters with ``requires_grad`` by name, as tensors without it."""
-    return {name: param.detach() for name, param in module.named_parameters() if param.requires_grad}
+    return {
+        name: param.detach() for name, param in module.named_parameters() if param.requires_grad
+    }
 
 
 def _require_no_running_statistics(model: nn.Module) -> None:

@@ -29,8 +29,12 @@ def main(argv: list[str] | None = None) -> int:
         help="module:name of a function from a model to its optimizer, or of an optimizer's class, "
         "such as torch.optim:AdamW",
     )
-    parser.add_argument("--lr", type=float, default=0.01, help="learning rate of a class; default: 0.01")
-    parser.add_argument("--laws", nargs="+", metavar="LAW", choices=OPTIMIZER_LAWS, help="check these laws only")
+    parser.add_argument(
+        "--lr", type=float, default=0.01, help="learning rate of a class; default: 0.01"
+    )
+    parser.add_argument(
+        "--laws", nargs="+", metavar="LAW", choices=OPTIMIZER_LAWS, help="check these laws only"
+    )
     options = parser.parse_args(argv)
     # A name that cannot be imported is a mistake of the caller, and is shown without a traceback.
     try:

@@ -36,7 +36,11 @@ class LawReport:
         left_out: a dict from the name of each law that was not checked to the reason.
 
     >>> print(
-    ...     LawReport("scale(factor=2.0)", {"identity_is_neutral": 10}, {"pickle_gives_an_equal_transform": "skipped"})
+    ...     LawReport(
+    ...         "scale(factor=2.0)",
+    ...         {"identity_is_neutral": 10},
+    ...         {"pickle_gives_an_equal_transform": "skipped"},
+    ...     )
     ... )
     scale(factor=2.0): 1 law holds
       identity_is_neutral (10 examples)
@@ -102,7 +106,9 @@ def suitable_params(tx: Transform) -> st.SearchStrategy[Example]:
 def _require_transform(tx: object) -> None:
     if not isinstance(tx, Transform):
         name = getattr(tx, "__name__", type(tx).__name__)
-        raise TypeError(f"found {tx!r}, expected a Transform: call a factory to get one, as in {name}()")
+        raise TypeError(
+            f"found {tx!r}, expected a Transform: call a factory to get one, as in {name}()"
+        )
 
 
 def _suitable_ranks(tx: Transform) -> tuple[int, int]:
@@ -198,7 +204,10 @@ def check_transform(
 
     >>> import muonfx as mfx
     >>> report = check_transform(
-    ...     mfx.scale(2.0), laws=["identity_is_neutral", "update_remembers_nothing"], max_examples=5, progress=print
+    ...     mfx.scale(2.0),
+    ...     laws=["identity_is_neutral", "update_remembers_nothing"],
+    ...     max_examples=5,
+    ...     progress=print,
     ... )
     scale: law 1 of 2, update_remembers_nothing
     scale: law 2 of 2, identity_is_neutral
@@ -264,7 +273,9 @@ def _with_extras(tx: Transform, extras: Mapping[str, Extra]) -> Transform:
     """Return a transform that passes extra arguments to every update of ``tx``; without any, return ``tx`` itself."""
     if tx.extras.required - extras.keys():
         raise _requires_extras(tx)
-    check_extras(tx, dict.fromkeys(extras, torch.ones(())))  # the names, with some number as their values
+    check_extras(
+        tx, dict.fromkeys(extras, torch.ones(()))
+    )  # the names, with some number as their values
     if not extras:
         return tx
     return with_extras(tx, {name: _as_number(extra) for name, extra in extras.items()})
@@ -337,7 +348,9 @@ def _size(example: Example) -> tuple[int, int]:
     return sum(leaf.numel() for leaf in tensors), len(tensors)
 
 
-def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> None:
+def _for_each(
+    function: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None
+) -> None:
     """Call a function on a number of examples that a hypothesis strategy draws.
 
     If it raises an error, hypothesis shrinks the example to the smallest with an error, and raises this error.
@@ -377,7 +390,9 @@ def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) 
     return _newly_drawn(strategy, number, seed)
 
 
-def _newly_drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> list[Example]:
+def _newly_drawn(
+    strategy: st.SearchStrategy[Example], number: int, seed: int | None
+) -> list[Example]:
     examples: list[Example] = []
     if number:  # hypothesis accepts no 0
         _for_each(examples.append, strategy, number, seed)
@@ -392,7 +407,9 @@ SLOW = 0.05
 """A law checked on less than this share of the examples is too slow for hypothesis to shrink a counterexample."""
 
 
-def _shrunk(check: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> LawViolation | None:
+def _shrunk(
+    check: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None
+) -> LawViolation | None:
     """Return the `LawViolation` of the smallest example that hypothesis finds by shrinking, or None if none fails.
 
     The examples are drawn again, since hypothesis can shrink only an example that it has drawn itself.

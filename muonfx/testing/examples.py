@@ -41,7 +41,9 @@ class Example(NamedTuple):
     steps: list[PyTree]
 
     @classmethod
-    def of(cls, shapes: PyTree, *, steps: int = 2, dtype: torch.dtype = torch.float32, seed: int = 0) -> Example:
+    def of(
+        cls, shapes: PyTree, *, steps: int = 2, dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> Example:
         """Build an example from a dict of shapes, with normally distributed values from a seed.
 
         >>> params, steps = Example.of({"w": (2, 3), "b": ()}, steps=4)
@@ -53,7 +55,9 @@ class Example(NamedTuple):
         def random_tree() -> PyTree:
             leaves: dict[str, Tensor] = {}
             for name, shape in shapes.items():
-                leaves[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+                leaves[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(
+                    dtype
+                )
             return leaves
 
         params = random_tree()
@@ -125,7 +129,9 @@ class Example(NamedTuple):
         5
         """
         number_of_steps = max(steps, len(self.steps))
-        repeated_steps = list(islice(cycle(self.steps), number_of_steps))  # such as the steps 0, 1, 2, 0, 1
+        repeated_steps = list(
+            islice(cycle(self.steps), number_of_steps)
+        )  # such as the steps 0, 1, 2, 0, 1
         return Example(self.params, repeated_steps)
 
 
@@ -156,7 +162,9 @@ def map_numbered(function: Callable[[int, Any], Any], values: PyTree) -> PyTree:
 
 def _filled(values: PyTree, tensor_of_number: Callable[[int], Tensor]) -> PyTree:
     """Return a tree in which a tensor replaces each leaf that is None. A function returns it for the leaf's number."""
-    return map_numbered(lambda number, leaf: tensor_of_number(number) if leaf is None else leaf, values)
+    return map_numbered(
+        lambda number, leaf: tensor_of_number(number) if leaf is None else leaf, values
+    )
 
 
 def map_some(function: Callable[[Any], Any], numbers: Collection[int], values: PyTree) -> PyTree:
@@ -312,7 +320,9 @@ def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
     shapes = {name: shape for name, shape in _SHAPES.items() if min_ndim <= len(shape) <= max_ndim}
 
     def example_in(dtype: torch.dtype) -> Example:
-        return Example.of(shapes, steps=3, seed=1, dtype=dtype)  # the same values in every dtype, up to rounding
+        return Example.of(
+            shapes, steps=3, seed=1, dtype=dtype
+        )  # the same values in every dtype, up to rounding
 
     plain = example_in(torch.float32)
     params, steps = plain
@@ -333,7 +343,9 @@ def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
 
 def _in_layouts(values: dict[str, Tensor], shift: int) -> dict[str, Tensor]:
     """Return a dict of tensors in different layouts; another ``shift`` gives each of them another layout."""
-    return map_numbered(lambda number, leaf: laid_out(leaf, LAYOUTS[(number + shift) % len(LAYOUTS)]), values)
+    return map_numbered(
+        lambda number, leaf: laid_out(leaf, LAYOUTS[(number + shift) % len(LAYOUTS)]), values
+    )
 
 
 def _without_a_third(grads: dict[str, Tensor], step: int) -> dict[str, Tensor | None]:
@@ -385,12 +397,17 @@ LAYOUTS = ("contiguous", "transposed", "gaps", "offset")
 def laid_out(values: Tensor, layout: str) -> Tensor:
     """Return a tensor with the same values in a named memory layout, which sets its strides and storage offset.
 
-    >>> laid_out(torch.zeros(2, 3), "transposed").stride(), laid_out(torch.zeros(2, 3), "gaps").stride()
+    >>> (
+    ...     laid_out(torch.zeros(2, 3), "transposed").stride(),
+    ...     laid_out(torch.zeros(2, 3), "gaps").stride(),
+    ... )
     ((1, 2), (6, 2))
     """
     if layout == "transposed" and values.ndim >= 2:  # columns, not rows, are contiguous in memory
         return values.mT.contiguous().mT
-    if layout == "gaps" and values.ndim:  # every second element of a buffer; [1, 2] is stored as 1 2 2 3
+    if (
+        layout == "gaps" and values.ndim
+    ):  # every second element of a buffer; [1, 2] is stored as 1 2 2 3
         buffer = torch.stack([values, values + 1], dim=-1)
         return buffer[..., 0]
     if layout == "offset":  # all elements of a buffer but the first three
@@ -465,7 +482,10 @@ _IN_ONE_OF_FOUR = st.sampled_from((False, False, False, True))
 
 @st.composite
 def _examples(
-    draw: st.DrawFn, trees_of_random_leaves: st.SearchStrategy[PyTree], steps: tuple[int, int], nones: bool
+    draw: st.DrawFn,
+    trees_of_random_leaves: st.SearchStrategy[PyTree],
+    steps: tuple[int, int],
+    nones: bool,
 ) -> Example:
     """Draw an example: parameters, and gradients of the same structure for 1 to 3 steps if ``steps`` is (1, 3).
 
@@ -475,7 +495,9 @@ def _examples(
     random_params = draw(trees_of_random_leaves)
     seed = draw(_SEEDS)
     random_grads = random_params  # of the same shapes and dtypes
-    if draw(_IN_ONE_OF_FOUR):  # not by a conversion to float32, which would have only values of narrow dtypes
+    if draw(
+        _IN_ONE_OF_FOUR
+    ):  # not by a conversion to float32, which would have only values of narrow dtypes
         random_grads = _with_properties(random_params, dtype=torch.float32)
     grads_of_steps: list[PyTree] = []
     for step in range(draw(st.integers(*steps))):

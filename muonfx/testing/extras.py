@@ -72,7 +72,9 @@ def with_extras(inner: Transform, extras: dict[str, Any]):
     """
     for name, extra in extras.items():
         if not _is_extra(extra):
-            raise TypeError(f"extras: {name} must be a number, a 0-d tensor or a function of the step, found {extra!r}")
+            raise TypeError(
+                f"extras: {name} must be a number, a 0-d tensor or a function of the step, found {extra!r}"
+            )
 
     def init(params: PyTree) -> WithExtrasState:
         step = torch.zeros((), dtype=torch.int64, device=tree.device_of(params))
@@ -87,7 +89,9 @@ def with_extras(inner: Transform, extras: dict[str, Any]):
         **other_extras: Any,
     ) -> tuple[PyTree, WithExtrasState]:
         values = {name: _value_at(state.step, extra) for name, extra in extras.items()}
-        updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **{**other_extras, **values})
+        updates, inner_state = inner.run(
+            updates, state.inner, params, donate=donate, **{**other_extras, **values}
+        )
         _require_unwritten(values)
         return updates, WithExtrasState(state.step + 1, inner_state)
 
@@ -114,7 +118,9 @@ def _require_unwritten(values: Mapping[str, Tensor]) -> None:
     if torch.compiler.is_compiling():
         return
     for name, value in values.items():
-        was_written = not value.is_inference() and value._version > 0  # torch counts writes, but none in inference mode
+        was_written = (
+            not value.is_inference() and value._version > 0
+        )  # torch counts writes, but none in inference mode
         if was_written:
             raise WrittenExtra(
                 f"the update has written into its extra argument {name!r}, which is a tensor of the caller: compute a "

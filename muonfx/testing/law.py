@@ -49,7 +49,9 @@ L = TypeVar("L")
 
 
 def select(
-    registry: Mapping[str, L], laws: Iterable[str | LawFunction] | None, skip: Iterable[str | LawFunction]
+    registry: Mapping[str, L],
+    laws: Iterable[str | LawFunction] | None,
+    skip: Iterable[str | LawFunction],
 ) -> tuple[list[L], dict[str, str]]:
     """Return the laws of a registry to check, and a dict from the name of each skipped law to "skipped".
 
@@ -71,7 +73,9 @@ def select(
     skipped = _names("skip", skip)
     unknown = [repr(name) for name in names + skipped if name not in registry]
     if unknown:
-        raise ValueError(f"found {', '.join(unknown)}, expected names of laws: {', '.join(registry)}")
+        raise ValueError(
+            f"found {', '.join(unknown)}, expected names of laws: {', '.join(registry)}"
+        )
     selected: list[L] = []
     for name, law in registry.items():
         if name in names and name not in skipped:
@@ -94,7 +98,9 @@ def without_torchs_own_warnings() -> Generator[None]:
         yield
 
 
-def _check_one(function: LawFunction, tx: Transform, example: Example, options: dict[str, Any]) -> None:
+def _check_one(
+    function: LawFunction, tx: Transform, example: Example, options: dict[str, Any]
+) -> None:
     """Check a law on a copy of one example, and raise every error as `LawViolation`, which shows this example.
 
     A law is a function of a transform, parameters and the gradients of each step, which raises an error if it does not
@@ -115,7 +121,9 @@ def _check_one(function: LawFunction, tx: Transform, example: Example, options: 
         # A law that changes the gradients of the example notes the change, which the example does not show.
         for change in getattr(error, "__notes__", ()):
             message += f" ({change})"
-        raise LawViolation(name, tx, None, f"raised {type(error).__name__}: {message}", example) from error
+        raise LawViolation(
+            name, tx, None, f"raised {type(error).__name__}: {message}", example
+        ) from error
 
 
 def law(
@@ -157,14 +165,18 @@ def law(
     def register(function: LawFunction) -> LawFunction:
         check = _on_prepared_examples(function, on)
         name = function.__name__
-        family = function.__module__.rpartition(".")[2]  # "algebra" of "muonfx.testing.laws.algebra"
+        family = function.__module__.rpartition(".")[
+            2
+        ]  # "algebra" of "muonfx.testing.laws.algebra"
         LAWS[name] = Law(name, check, family, why_not=unless, share=share)
         return check
 
     return register
 
 
-def _on_prepared_examples(function: LawFunction, prepare: Callable[[Example], Example | list[Example]]) -> LawFunction:
+def _on_prepared_examples(
+    function: LawFunction, prepare: Callable[[Example], Example | list[Example]]
+) -> LawFunction:
     """Return a law that checks ``function`` on a prepared example, or on each of them if ``prepare`` returns a list."""
 
     @functools.wraps(function)

@@ -43,7 +43,9 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
     linear_schedule(start=0.0, end=0.125, steps=1)
     """
     values = st.sampled_from((0.0, 0.125, 0.5, 1.0))
-    lengths = st.integers(0, 4)  # short, so that an example of a few steps reaches the end of a schedule
+    lengths = st.integers(
+        0, 4
+    )  # short, so that an example of a few steps reaches the end of a schedule
 
     # The lengths of the phases are drawn, since a total number of steps must not be less than their sum.
     def cosine(peak: float, warmup: int, decay: int) -> sch.Schedule:
@@ -59,7 +61,12 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
         st.builds(cosine, values, lengths, lengths),
         st.builds(trapezoid, values, lengths, lengths, lengths),
         # Not from 0: growth overflows at late steps, and zero times infinity is NaN, which is refused.
-        st.builds(sch.exponential_decay, st.sampled_from((0.125, 0.5)), st.integers(1, 3), st.sampled_from((0.5, 2.0))),
+        st.builds(
+            sch.exponential_decay,
+            st.sampled_from((0.125, 0.5)),
+            st.integers(1, 3),
+            st.sampled_from((0.5, 2.0)),
+        ),
     )
     pairs = st.lists(simple, min_size=2, max_size=2)
     boundaries = st.lists(st.integers(1, 3), min_size=1, max_size=1)
@@ -102,7 +109,9 @@ def with_value(inner: Transform):
     Laws call `update` without extra arguments.
     """
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
+    ):
         return inner.run(updates, state, params, donate=donate, value=1.0)
 
     return inner.functions.init, update
@@ -121,7 +130,13 @@ _COMPACT = st.builds(
     code=st.sampled_from(("linear", "dynamic")),
     min_size=st.sampled_from((0, 4)),
     stochastic=st.booleans(),
-) | st.builds(fp8, st.just(4), format=st.sampled_from(("e4m3", "e5m2")), min_size=st.just(0), stochastic=st.booleans())
+) | st.builds(
+    fp8,
+    st.just(4),
+    format=st.sampled_from(("e4m3", "e5m2")),
+    min_size=st.just(0),
+    stochastic=st.booleans(),
+)
 _STATE: Strategy = st.one_of(_PINNED, _PINNED, _COMPACT)
 _RATES: Strategy = st.sampled_from((0.1, 0.0)) | schedules()
 _COMPUTE = st.sampled_from(("auto", torch.float32, torch.float64))
@@ -171,7 +186,9 @@ _BY_NAME: dict[str, Strategy] = {
 """A dict from the name of an argument to its strategy, for arguments that mean the same in every factory."""
 
 
-def _drawn(factory: Callable[..., Transform], **strategies: Strategy) -> st.SearchStrategy[Transform]:
+def _drawn(
+    factory: Callable[..., Transform], **strategies: Strategy
+) -> st.SearchStrategy[Transform]:
     """Return a hypothesis strategy that draws transforms of one factory, such as `momentum`, with random arguments.
 
     An argument is drawn by the given strategy for it, or else by the shared strategy for its name in `_BY_NAME`.
@@ -208,20 +225,27 @@ def _is_negative_scale(tx: Transform) -> bool:
 
 
 _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
-    stateless: {"function": st.just(halve), "locality": st.sampled_from((Locality.ELEMENT, Locality.TREE))},
+    stateless: {
+        "function": st.just(halve),
+        "locality": st.sampled_from((Locality.ELEMENT, Locality.TREE)),
+    },
     masked: {"mask": st.just(routing.ndim(min=2))},
     tfs.add_decayed_weights: {"weight_decay": _RATES},
     tfs.cautious: {"inner": _INNER.filter(lambda tx: not _is_negative_scale(tx))},
     tfs.ema_params: {"dtype": _STATE},
     tfs.master_params: {"dtype": st.sampled_from(("auto", torch.float32))},
     tfs.orthogonalize: {"steps": st.sampled_from((None, 3)), "dtype": _COMPUTE},
-    tfs.subtract_decayed_weights: {"weight_decay": _SHARES | st.builds(sch.linear_schedule, _SHARES, _SHARES, _COUNTS)},
+    tfs.subtract_decayed_weights: {
+        "weight_decay": _SHARES | st.builds(sch.linear_schedule, _SHARES, _SHARES, _COUNTS)
+    },
     contrib.schedule_free: {"inner": _WITHOUT_MOMENTUM, "b1": st.sampled_from((0.9, 1.0, 0.5))},
     recipes.muonclip: {"labels": _BY_NAME["labels"]},
 }
 """Strategies for arguments that mean something else in one factory, or have other valid values there."""
 
-_EXPORTED: dict[str, Any] = {name: getattr(module, name) for module in (tfs, contrib) for name in module.__all__}
+_EXPORTED: dict[str, Any] = {
+    name: getattr(module, name) for module in (tfs, contrib) for name in module.__all__
+}
 _FACTORIES: dict[str, Callable[..., Transform]] = {
     **{factory.__name__: factory for factory in (identity, set_to_zero, stateless, masked)},
     **{name: value for name, value in _EXPORTED.items() if hasattr(value, "definition")},
@@ -234,14 +258,18 @@ _ARGUMENTS: dict[str, Strategy] = {
     "momentum": _MOMENTA,
     "scale_by_adam": _ADAMS,
     "chain": st.lists(_INNER, max_size=3).map(lambda members: chain(*members)),
-    "partition": st.builds(lambda a, b: partition({"matrices": a, "rest": b}, by_rank), _INNER, _INNER),
+    "partition": st.builds(
+        lambda a, b: partition({"matrices": a, "rest": b}, by_rank), _INNER, _INNER
+    ),
     "muon_with_adamw": _drawn(recipes.muon_with_adamw)
     | _drawn(
         recipes.muon_with_adamw,
         adamw_learning_rate=st.fixed_dictionaries(dict.fromkeys(ROLES[1:], _RATES)),
         labels=st.just(by_role),
     ),
-    "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(lambda members: add_updates(*members)),
+    "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(
+        lambda members: add_updates(*members)
+    ),
     "reduce_on_plateau": st.builds(
         contrib.reduce_on_plateau,
         st.sampled_from((0.5, 0.1)),
@@ -258,7 +286,9 @@ def _takes_matrices_only(factory: Callable[..., Transform]) -> bool:
     return not arguments.isdisjoint({"view", "orthogonalize"}) and "labels" not in arguments
 
 
-MATRIX_ONLY = frozenset(name for name, factory in _FACTORIES.items() if _takes_matrices_only(factory))
+MATRIX_ONLY = frozenset(
+    name for name, factory in _FACTORIES.items() if _takes_matrices_only(factory)
+)
 """The names of the factories whose transforms accept only leaves of two or more dims."""
 
 
@@ -272,7 +302,9 @@ def arguments() -> dict[str, Strategy]:
     return dict(_ARGUMENTS)
 
 
-def transforms(names: Iterable[str] | None = None, *, matrices: bool = False) -> st.SearchStrategy[Transform]:
+def transforms(
+    names: Iterable[str] | None = None, *, matrices: bool = False
+) -> st.SearchStrategy[Transform]:
     """Return a hypothesis strategy that draws a public transform with valid arguments.
 
     Args:
@@ -296,7 +328,9 @@ def _names(matrices: bool) -> list[str]:
     return [name for name in _ARGUMENTS if name not in MATRIX_ONLY]
 
 
-def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> st.SearchStrategy[list[Transform]]:
+def chains(
+    *, min_size: int = 0, max_size: int = 4, matrices: bool = False
+) -> st.SearchStrategy[list[Transform]]:
     """Return a hypothesis strategy that draws a list of transforms which `chain` accepts without a warning.
 
     Args:
@@ -309,7 +343,9 @@ def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> s
     [identity()]
     """
     names = _names(matrices)
-    names.remove("master_params")  # it contains a whole chain, so it cannot be a member of another chain
+    names.remove(
+        "master_params"
+    )  # it contains a whole chain, so it cannot be a member of another chain
     lists = st.lists(transforms(names), min_size=min_size, max_size=max_size)
     return lists.filter(_is_sensible)
 

@@ -27,7 +27,9 @@ class LawViolation(AssertionError):
         example: the `Example` on which the law does not hold, or None.
     """
 
-    def __init__(self, law: str, tx: object, leaf: str | None, found: str, example: Any = None) -> None:
+    def __init__(
+        self, law: str, tx: object, leaf: str | None, found: str, example: Any = None
+    ) -> None:
         super().__init__(law, tx, leaf, found, example)
         self.law = law
         self.tx = tx
@@ -59,7 +61,11 @@ class LawViolations(AssertionError):
     Attributes:
         violations: a list with a `LawViolation` for each law that does not hold.
 
-    >>> print(LawViolations([LawViolation("identity_is_neutral", "scale(factor=2.0)", "w", "found 3.0")]))
+    >>> print(
+    ...     LawViolations(
+    ...         [LawViolation("identity_is_neutral", "scale(factor=2.0)", "w", "found 3.0")]
+    ...     )
+    ... )
     1 law does not hold:
     identity_is_neutral does not hold for scale(factor=2.0)
       at w: found 3.0
@@ -92,7 +98,9 @@ def shown(leaf: object) -> str:
     if not isinstance(leaf, Tensor):
         return repr(leaf)
     text = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
-    if leaf.device.type != "cpu":  # reading its values would wait for the device, or they do not exist (meta)
+    if (
+        leaf.device.type != "cpu"
+    ):  # reading its values would wait for the device, or they do not exist (meta)
         return f"{text} on {leaf.device}"
     if not leaf.is_contiguous():
         text += f" strides {leaf.stride()}"
@@ -113,7 +121,10 @@ def _rounded(values: object) -> Any:
 def bits_equal(a: Tensor, b: Tensor) -> bool:
     """Return True if two tensors have equal bits, so that NaN equals NaN, and 0.0 differs from -0.0.
 
-    >>> bits_equal(torch.tensor(torch.nan), torch.tensor(torch.nan)), bits_equal(torch.tensor(0.0), torch.tensor(-0.0))
+    >>> (
+    ...     bits_equal(torch.tensor(torch.nan), torch.tensor(torch.nan)),
+    ...     bits_equal(torch.tensor(0.0), torch.tensor(-0.0)),
+    ... )
     (True, False)
     """
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
@@ -170,11 +181,17 @@ def _compare(
         raise Breach(what, text)
     for number, (leaf, expected_leaf) in enumerate(zip(leaves, expected_leaves, strict=True)):
         if not _equal_leaves(leaf, expected_leaf, same):
-            name = tree.names(expected)[number]  # only now, since most comparisons find no difference
-            raise Breach(f"{what} {name!r}", _difference(leaf, expected_leaf, expected_is, describe))
+            name = tree.names(expected)[
+                number
+            ]  # only now, since most comparisons find no difference
+            raise Breach(
+                f"{what} {name!r}", _difference(leaf, expected_leaf, expected_is, describe)
+            )
 
 
-def _difference(leaf: Any, expected_leaf: Any, expected_is: str, describe: Callable[[Any], str]) -> str:
+def _difference(
+    leaf: Any, expected_leaf: Any, expected_is: str, describe: Callable[[Any], str]
+) -> str:
     """Return "found ..., expected as ... ..." for two leaves that differ, with the size of a difference in digits."""
     text = f"found {describe(leaf)}, expected as {expected_is} {describe(expected_leaf)}"
     if describe(leaf) == describe(expected_leaf):  # the text has no values, or too few digits
@@ -195,7 +212,9 @@ def require_same(what: str, results: PyTree, expected: PyTree, expected_is: str)
     _compare(what, results, expected, expected_is, bits_equal)
 
 
-def require_close(what: str, results: PyTree, expected: PyTree, expected_is: str, tolerance: float) -> None:
+def require_close(
+    what: str, results: PyTree, expected: PyTree, expected_is: str, tolerance: float
+) -> None:
     """Raise `Breach` (a failed law) unless two trees agree within a tolerance, relative to each leaf's maximum."""
     _compare(what, results, expected, expected_is, lambda a, b: is_close(a, b, tolerance))
 
@@ -226,7 +245,9 @@ def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
     """Return the tolerance for comparing results of a transform, by the narrowest dtype in it and in the trees.
 
     >>> import muonfx as mfx
-    >>> tolerance_of(mfx.momentum(dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float32))  # for bfloat16
+    >>> tolerance_of(
+    ...     mfx.momentum(dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float32)
+    ... )  # for bfloat16
     0.25
     """
     tolerance = TOLERANCES[torch.float64]

@@ -28,7 +28,13 @@ from muonfx.transforms.neurons import NeuronsState, normalize_neurons
 from muonfx.transforms.nonfinite import SkipNonfiniteState, skip_nonfinite
 from muonfx.transforms.orthogonalize import orthogonalize
 from muonfx.transforms.qk_clip import AttentionHeads, qk_clip
-from muonfx.transforms.scale import ShapeRule, scale, scale_by_learning_rate, scale_by_shape, scale_by_sign
+from muonfx.transforms.scale import (
+    ShapeRule,
+    scale,
+    scale_by_learning_rate,
+    scale_by_shape,
+    scale_by_sign,
+)
 
 # fmt: off
 __all__ = [

@@ -23,7 +23,9 @@ from muonfx.tree.elementwise import Scalar
 Operand: TypeAlias = "Leaf | Scalar"
 
 _TRANSFORM = "write the transform with muonfx.transform if its work depends on that"
-_WRITES = frozenset({"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"})
+_WRITES = frozenset(
+    {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
+)
 """The tensor methods that write in place although their names do not end with an underscore."""
 
 
@@ -50,7 +52,9 @@ def _unary(function: Callable[[Any], Any]) -> Callable[[Leaf], Leaf]:
 
 def _binary(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Leaf], Callable[..., Leaf]]:
     """Return two methods for a Python operator: the operator itself and its reflected form, such as ``__rpow__``."""
-    return lambda x, y: _record_for_each(function, x, y), lambda x, y: _record_for_each(function, y, x)
+    return lambda x, y: _record_for_each(function, x, y), lambda x, y: _record_for_each(
+        function, y, x
+    )
 
 
 def _times(alpha: Scalar, value: Any) -> Any:
@@ -112,10 +116,14 @@ class Leaf:
 
     __array_ufunc__ = None  # makes numpy scalars defer to the operators of the leaf
 
-    def __init__(self, key: str | int, numbers: Iterator[int], operation: Operation | None = None) -> None:
+    def __init__(
+        self, key: str | int, numbers: Iterator[int], operation: Operation | None = None
+    ) -> None:
         self.key = key  # the name of an operand of the step, such as "state.trace", or the number of a result
         self.numbers = numbers  # counts the results of a step
-        self.operation = operation  # the one that computes a result; None for an operand of the step
+        self.operation = (
+            operation  # the one that computes a result; None for an operand of the step
+        )
 
     @classmethod
     def __torch_function__(
@@ -134,10 +142,14 @@ class Leaf:
             kwargs = {}
         name = function.__name__  # "sqrt"
         if _writes_in_place(name, kwargs):
-            raise TypeError(f"leafwise: {name} writes in place here; use the form that returns a new tensor")
+            raise TypeError(
+                f"leafwise: {name} writes in place here; use the form that returns a new tensor"
+            )
         # If this class has a method of the name, such as Leaf.sqrt, it records one call on the list of all leaves.
         method = getattr(cls, name, None)
-        if method is not None and args and isinstance(args[0], Leaf):  # not torch.mul(2.0, x): 2.0 has no such method
+        if (
+            method is not None and args and isinstance(args[0], Leaf)
+        ):  # not torch.mul(2.0, x): 2.0 has no such method
             return method(*args, **kwargs)
         # Any other function, such as torch.where, is called once for each leaf.
         return _record_for_each(function, *args, **kwargs)
@@ -147,11 +159,17 @@ class Leaf:
 
     def __getattr__(self, name: str) -> Callable[..., Leaf]:
         """Return a function that records a call of the tensor method ``name`` and returns a placeholder."""
-        method: Callable[..., Tensor] | None = getattr(Tensor, name, None)  # Tensor.abs for ``u.abs()``
+        method: Callable[..., Tensor] | None = getattr(
+            Tensor, name, None
+        )  # Tensor.abs for ``u.abs()``
         if not callable(method) or name.startswith("__"):
-            raise AttributeError(f"leafwise: a step runs for all leaves at once, so a leaf has no {name}; {_TRANSFORM}")
+            raise AttributeError(
+                f"leafwise: a step runs for all leaves at once, so a leaf has no {name}; {_TRANSFORM}"
+            )
         if name.endswith("_"):
-            raise AttributeError(f"leafwise: {name} writes in place; use {name[:-1]}, which reuses storage if it may")
+            raise AttributeError(
+                f"leafwise: {name} writes in place; use {name[:-1]}, which reuses storage if it may"
+            )
         return functools.partial(_record_for_each, method, self)
 
     def add(self, other: Operand, *, alpha: Scalar = 1) -> Leaf:
@@ -293,7 +311,9 @@ def _record_for_each(function: Callable[..., Any], *args: object, **kwargs: obje
     In ``torch.where(mask, 0.0, u)``, ``mask`` and ``u`` are placeholders (`Leaf`). Each represents one tensor for each
     leaf, which replaces it later.
     """
-    flat_args, treedef = tree.flatten((args, kwargs))  # arguments may be nested, as in torch.stack([x, y])
+    flat_args, treedef = tree.flatten(
+        (args, kwargs)
+    )  # arguments may be nested, as in torch.stack([x, y])
     operands = [argument for argument in flat_args if isinstance(argument, Leaf)]
     # Later, `call` receives a list with the tensors of all leaves for each placeholder.
     call = functools.partial(_call_for_each, function, treedef, flat_args)
@@ -301,7 +321,10 @@ def _record_for_each(function: Callable[..., Any], *args: object, **kwargs: obje
 
 
 def _call_for_each(
-    function: Callable[..., Any], treedef: tree.Structure, flat_args: list[Any], *lists: list[Tensor]
+    function: Callable[..., Any],
+    treedef: tree.Structure,
+    flat_args: list[Any],
+    *lists: list[Tensor],
 ) -> list[Tensor]:
     """Call a torch function once for each leaf, and return its results, as recorded by `_record_for_each`.
 
@@ -314,7 +337,9 @@ def _call_for_each(
         flat_args: the recorded arguments as a flat list: ``[mask, 0.0, u]``.
         lists: for each placeholder, its tensors of all leaves: ``[mask_1, mask_2]`` and ``[u_1, u_2]``.
     """
-    positions = [position for position, argument in enumerate(flat_args) if isinstance(argument, Leaf)]
+    positions = [
+        position for position, argument in enumerate(flat_args) if isinstance(argument, Leaf)
+    ]
     results: list[Tensor] = []
     for tensors_of_leaf in zip(*lists, strict=True):
         leaf_args = _with_numbers_like(tensors_of_leaf, flat_args)
@@ -428,13 +453,17 @@ class Values:
         reads any more is freed.
         """
         self._remaining_uses = dict(plan.uses)
-        with ew.unrecorded(*self._operands, plan.scalars):  # autograd records nothing, unless it must
+        with ew.unrecorded(
+            *self._operands, plan.scalars
+        ):  # autograd records nothing, unless it must
             for number, operation in plan.operations.items():
                 if number not in self._values:  # else a sum over leaves has needed it already
                     self._values[number] = self._computed(operation)
                 for operand in operation.operands:
                     self._remaining_uses[operand.key] -= 1
-                    is_result = operand.operation is not None  # operands of the step are read again by `take`
+                    is_result = (
+                        operand.operation is not None
+                    )  # operands of the step are read again by `take`
                     if is_result and not self._remaining_uses[operand.key]:
                         del self._values[operand.key]
 
@@ -533,7 +562,9 @@ class Values:
         return ew.clone(value.tensors)
 
 
-def _check_shapes(present: Present, results: list[Tensor], leaves: list[Tensor], beginning: str) -> None:
+def _check_shapes(
+    present: Present, results: list[Tensor], leaves: list[Tensor], beginning: str
+) -> None:
     """Raise an error if a value that a step returns is complex, or has another shape than its leaf.
 
     ``def step(u, s): return u.sum(), s`` is such an error for a leaf of shape (2,).

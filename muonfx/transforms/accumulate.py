@@ -104,7 +104,9 @@ class _Accumulation:
 
     def init(self, params: PyTree) -> AccumulateState:
         """Return sums of zero, with both counts in CPU memory, where Python can read them without a sync."""
-        host = "meta" if device_of(params).type == "meta" else "cpu"  # on the meta device, nothing is computed
+        host = (
+            "meta" if device_of(params).type == "meta" else "cpu"
+        )  # on the meta device, nothing is computed
         number_of_leaves = len(tree.leaves(params))
         return AccumulateState(
             count=torch.zeros((), dtype=torch.int64, device=host),
@@ -130,7 +132,9 @@ class _Accumulation:
         _check_boundary(boundary)
         if torch.compiler.is_compiling() and _lacks_gradients(updates, state.sums):
             # A parameter gets an update if its count of gradients is not zero, and a graph cannot read a count.
-            return _run_outside_the_graph(self._run, updates, state, params, boundary, donate, extras)
+            return _run_outside_the_graph(
+                self._run, updates, state, params, boundary, donate, extras
+            )
         return self._run(updates, state, params, boundary, donate, extras)
 
     def _run(
@@ -152,16 +156,22 @@ class _Accumulation:
         if is_last is None:
             is_last = accumulated.count >= self._every
         if isinstance(is_last, Tensor):
-            is_unknown = is_traced() or is_wrapped(is_last)  # Python cannot branch on a tensor without a value
+            is_unknown = is_traced() or is_wrapped(
+                is_last
+            )  # Python cannot branch on a tensor without a value
             if is_unknown:
                 return self._run_traced(is_last, accumulated, updates, params, extras)
 
         if not is_last:
             return _wait(updates, accumulated)
         updated_leaves = updates
-        if not torch.compiler.is_compiling():  # a compiled graph has all gradients, and cannot read their counts
+        if (
+            not torch.compiler.is_compiling()
+        ):  # a compiled graph has all gradients, and cannot read their counts
             updated_leaves = _leaves_with_any_gradient(updates, params, accumulated)
-        donation = Donation(updates=donate.state, state=donate.state)  # the gradients are new tensors
+        donation = Donation(
+            updates=donate.state, state=donate.state
+        )  # the gradients are new tensors
         return self._step(updated_leaves, accumulated, params, donation, extras)
 
     def _run_traced(
@@ -178,7 +188,9 @@ class _Accumulation:
         ``accumulated``, which Python cannot read either.
         """
         # The two possible results, as functions of the accumulated state: with the inner transform, and without it.
-        step = functools.partial(self._step, updates, params=params, donation=NOTHING, extras=extras)
+        step = functools.partial(
+            self._step, updates, params=params, donation=NOTHING, extras=extras
+        )
         wait = functools.partial(_wait, updates)
         if torch.compiler.is_compiling():
             return _cond(is_last, step, wait, accumulated, updates)
@@ -212,7 +224,9 @@ class _Accumulation:
             wide_gradients = ew.clone(sums)  # copies, which the inner transform may overwrite
         narrow_gradients = ew.cast_like(wide_gradients, present.pick(updated_leaves))
         gradients = present.fill(narrow_gradients)
-        new_updates, inner_state = self._inner.run(gradients, accumulated.inner, params, donate=donation, **extras)
+        new_updates, inner_state = self._inner.run(
+            gradients, accumulated.inner, params, donate=donation, **extras
+        )
         zero_sums = list(map(torch.zeros_like, sums))
         return new_updates, AccumulateState(
             count=torch.zeros_like(accumulated.count),
@@ -279,7 +293,9 @@ def _indices_by_path(updates: PyTree) -> list[int]:
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def _leaves_with_any_gradient(updates: PyTree, params: PyTree, accumulated: AccumulateState) -> PyTree:
+def _leaves_with_any_gradient(
+    updates: PyTree, params: PyTree, accumulated: AccumulateState
+) -> PyTree:
     """Return the last gradients, with a stand-in for None if the parameter had a gradient in an earlier micro-batch.
 
     All leaves but None then get an update. A stand-in only shows the dtype of this update: it is the parameter, or the
@@ -287,7 +303,9 @@ def _leaves_with_any_gradient(updates: PyTree, params: PyTree, accumulated: Accu
     1 and 0 gradients so far. The result is ``{"a": g, "b": params["b"], "c": None}``.
     """
     leaves, treedef = tree.flatten(updates)
-    if all(leaf is not None for leaf in leaves):  # the usual case: every parameter has a gradient now
+    if all(
+        leaf is not None for leaf in leaves
+    ):  # the usual case: every parameter has a gradient now
         return updates
     stand_ins = tree.leaves(accumulated.sums if params is None else params)
     counts = accumulated.seen.tolist()  # sorted by path, and on the CPU, so tolist() does not sync

@@ -64,8 +64,14 @@ def max_logits(
 
     Example:
         >>> import muonfx as mfx
-        >>> query, key = torch.tensor([[[3.0], [1.0]]]), torch.tensor([[[1.0], [5.0]]])  # one head, two positions
-        >>> mfx.attention.max_logits(query, key), mfx.attention.max_logits(query, key, is_causal=True)
+        >>> query, key = (
+        ...     torch.tensor([[[3.0], [1.0]]]),
+        ...     torch.tensor([[[1.0], [5.0]]]),
+        ... )  # one head, two positions
+        >>> (
+        ...     mfx.attention.max_logits(query, key),
+        ...     mfx.attention.max_logits(query, key, is_causal=True),
+        ... )
         (tensor([15.]), tensor([5.]))
     """
     dtype = torch.promote_types(query.dtype, key.dtype)
@@ -104,7 +110,9 @@ def max_logits(
     return largest
 
 
-def _masked_logits(query: Tensor, key: Tensor, mask: Tensor | None, start: int, is_causal: bool) -> Tensor:
+def _masked_logits(
+    query: Tensor, key: Tensor, mask: Tensor | None, start: int, is_causal: bool
+) -> Tensor:
     """Return the logits (..., queries, keys) of some queries, with -inf for masked pairs.
 
     The queries are those from position ``start`` of the sequence on. ``mask`` is True for all pairs of the sequence
@@ -150,7 +158,9 @@ def _plain(x: Tensor) -> Tensor:
     NotImplementedError for a tensor with a batch of models (``vmap``) or of sequences of several lengths (nested).
     """
     x = x.detach()  # first, because `torch.func` wraps the result
-    if torch.compiler.is_compiling():  # a compiler cannot trace the queries below, and traces `torch.func` itself
+    if (
+        torch.compiler.is_compiling()
+    ):  # a compiler cannot trace the queries below, and traces `torch.func` itself
         return x
     while is_wrapped(x):  # once for each `torch.func.grad` around the call
         if _C._functorch.is_batchedtensor(x):
@@ -183,7 +193,11 @@ class _Collector(TorchFunctionMode):
         """The names of the modules whose forward methods run, innermost last."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call a torch function, and store the logits if it is ``scaled_dot_product_attention`` in a module.
 
@@ -212,7 +226,9 @@ class _Collector(TorchFunctionMode):
             return
         module = self._running[-1]  # the innermost one
         all_logits = self._of_all_heads(logits)
-        earlier_logits = self.largest_logits.get(module, all_logits)  # at the first call, the logits themselves
+        earlier_logits = self.largest_logits.get(
+            module, all_logits
+        )  # at the first call, the logits themselves
         if len(earlier_logits) != len(all_logits):
             raise _other_number_of_heads(module, len(earlier_logits), len(all_logits))
         # Under `torch.func.grad`, results of plain tensors are wrapped too, and the dict outlives the call.
@@ -297,13 +313,17 @@ def collect_max_logits(
     """
     rank, size = tensor_parallel
     if not 0 <= rank < size:
-        raise ValueError(f"collect_max_logits: tensor_parallel must be (rank, size), found {tensor_parallel!r}")
+        raise ValueError(
+            f"collect_max_logits: tensor_parallel must be (rank, size), found {tensor_parallel!r}"
+        )
     collector = _Collector(rank, size)
     with ExitStack() as stack:
         for name, observed in _modules_of(model, module).items():
             enter_module = functools.partial(collector.enter_module, name)
             stack.enter_context(observed.register_forward_pre_hook(enter_module))
-            stack.enter_context(observed.register_forward_hook(collector.leave_module, always_call=True))
+            stack.enter_context(
+                observed.register_forward_hook(collector.leave_module, always_call=True)
+            )
         token = _COLLECTOR.set(collector)  # for `record_max_logits`
         stack.callback(_COLLECTOR.reset, token)
         stack.enter_context(collector)
@@ -360,7 +380,9 @@ def _modules_by_plain_name(model: nn.Module) -> dict[str, nn.Module]:
     """
     submodules = {name: module for name, module in model.named_modules() if name}
     # `unwrapped` takes names of parameters, so it receives the name that a parameter of each module would have.
-    plain_name_of = unwrapped([f"{name}.weight" for name in submodules])  # {"module.attn.weight": "attn.weight"}
+    plain_name_of = unwrapped(
+        [f"{name}.weight" for name in submodules]
+    )  # {"module.attn.weight": "attn.weight"}
     plain_modules = {"": model}
     for name, module in submodules.items():
         plain_parameter = plain_name_of[f"{name}.weight"]
@@ -393,14 +415,18 @@ def record_max_logits(most: Tensor) -> None:
         {'': tensor([4., 4.])}
     """
     if most.ndim != 1:
-        raise ValueError(f"record_max_logits: found a tensor of shape {tuple(most.shape)}, expected shape (heads,)")
+        raise ValueError(
+            f"record_max_logits: found a tensor of shape {tuple(most.shape)}, expected shape (heads,)"
+        )
     collector = _COLLECTOR.get()
     if collector is not None:
         collector.add(_plain(most))
 
 
 @torch.no_grad()
-def reduce_max_logits(logits: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+def reduce_max_logits(
+    logits: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
     """Take the maximum over all ranks of each head's largest attention logit, with one all-reduce.
 
     `muonfx.qk_clip` does this itself under `muonfx.sharding.sharded` and in an optimizer with a layout. If each rank

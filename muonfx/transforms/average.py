@@ -15,7 +15,15 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform
 from muonfx.internal.tracing import as_start
-from muonfx.transforms.leafwise import Leaf, Slot, StateDtype, WideStateDtype, copies, leafwise, params_for
+from muonfx.transforms.leafwise import (
+    Leaf,
+    Slot,
+    StateDtype,
+    WideStateDtype,
+    copies,
+    leafwise,
+    params_for,
+)
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 
@@ -83,7 +91,11 @@ class MasterParamsState(NamedTuple):
     """The state of the inner transform, created from the master copy."""
 
 
-@transform(locality=lambda inner, dtype: inner.locality, combinator=Combinator(Locality.ELEMENT), position="last")
+@transform(
+    locality=lambda inner, dtype: inner.locality,
+    combinator=Combinator(Locality.ELEMENT),
+    position="last",
+)
 def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
     """Run a chain on a copy of the parameters in higher precision, so that no small update is lost.
 
@@ -111,7 +123,9 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
         >>> params = {"w": torch.ones(1, dtype=torch.bfloat16)}
         >>> state = tx.init(params)
         >>> for _ in range(4):
-        ...     updates, state = tx.update({"w": torch.full((1,), 1e-3, dtype=torch.bfloat16)}, state, params)
+        ...     updates, state = tx.update(
+        ...         {"w": torch.full((1,), 1e-3, dtype=torch.bfloat16)}, state, params
+        ...     )
         ...     params = mfx.apply_updates(params, updates)
         >>> params["w"], round(float(state.master["w"]), 4)
         (tensor([0.9961], dtype=torch.bfloat16), 0.996)
@@ -150,7 +164,9 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
         are_new = all(map(is_not, wide_gradients, gradients))
         wide_updates = present.fill(wide_gradients)
         donation = Donation(updates=donate.updates or are_new, state=donate.state)
-        inner_updates, inner_state = inner.run(wide_updates, state.inner, master, donate=donation, **extras)
+        inner_updates, inner_state = inner.run(
+            wide_updates, state.inner, master, donate=donation, **extras
+        )
         new_master = apply_updates(master, inner_updates, donate=donate.state)
         # Each parameter plus its step is exactly the rounded copy.
         out = tree.map(_step_to_rounded, inner_updates, new_master, params)

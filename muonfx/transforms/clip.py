@@ -101,13 +101,20 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
         ValueError: ``max_norm`` is not positive and finite.
 
     >>> import muonfx as mfx
-    >>> mfx.clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, mfx.core.EmptyState())[0]
+    >>> mfx.clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, mfx.core.EmptyState())[
+    ...     0
+    ... ]
     {'w': tensor([0.6000, 0.8000])}
     """
     max_norm = checks.positive("max_norm", max_norm)
 
     def update(
-        updates: PyTree, state: EmptyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
+        updates: PyTree,
+        state: EmptyState,
+        params: PyTree = None,
+        *,
+        sum_over_leaves: Sum,
+        donate: Donation = NOTHING,
     ):
         """Multiply all updates by min(1, max_norm / norm). A norm of NaN makes the factor NaN.
 
@@ -165,7 +172,9 @@ def _squares(leaves: list[Tensor]) -> list[Tensor]:
     can_be_stacked = len(devices_and_dtypes) == 1 and not torch.compiler.is_compiling()
     if not can_be_stacked:
         return list(map(_with_small_square, norms))
-    all_squares = _with_small_square(torch.stack(norms))  # three kernel launches in all, not per leaf
+    all_squares = _with_small_square(
+        torch.stack(norms)
+    )  # three kernel launches in all, not per leaf
     return list(all_squares.unbind())
 
 

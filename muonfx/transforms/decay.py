@@ -38,7 +38,13 @@ None selects all."""
 
 
 def _init_and_update(
-    name: str, weight_decay: ScalarOrSchedule, mask: Mask, *, sign: float, caution: bool, memory: Memory
+    name: str,
+    weight_decay: ScalarOrSchedule,
+    mask: Mask,
+    *,
+    sign: float,
+    caution: bool,
+    memory: Memory,
 ) -> InitAndUpdate:
     """Return ``init`` and ``update`` of a weight decay: the update u of a weight w becomes ``u + sign * decay * w``.
 
@@ -53,22 +59,30 @@ def _init_and_update(
         memory: a dict that stores which parameters decay, for transforms that differ in numbers only.
     """
     weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)
-    which_decay = resolve_mask(f"{name}: mask", mask, memory)  # from parameters to a bool for each leaf
+    which_decay = resolve_mask(
+        f"{name}: mask", mask, memory
+    )  # from parameters to a bool for each leaf
 
     def init(params: PyTree) -> EmptyState:
         which_decay(params)  # raises an error if the mask does not fit the parameters
         return EmptyState()
 
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+    def update(
+        updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING
+    ):
         """Add ``sign * weight_decay * w`` to the update u of each weight w that decays: u and w are lists of these."""
         params = params_for(name, params)
-        if isinstance(weight_decay, float) and weight_decay == 0.0:  # nothing to add; a tensor is not read here
+        if (
+            isinstance(weight_decay, float) and weight_decay == 0.0
+        ):  # nothing to add; a tensor is not read here
             return updates, state
         leaves, treedef = tree.flatten(updates)
         for index, decays in enumerate(which_decay(params)):
             if not decays:
                 leaves[index] = None
-        decaying = Present(tree.unflatten(treedef, leaves))  # the leaves that decay and have a gradient
+        decaying = Present(
+            tree.unflatten(treedef, leaves)
+        )  # the leaves that decay and have a gradient
         u = decaying.pick(updates)
         w = ew.cast_like(decaying.pick(params), u)
         if caution:
@@ -133,7 +147,11 @@ def add_decayed_weights(
 
         >>> sgd = mfx.chain(tx, mfx.momentum(heavy_ball=True), mfx.scale_by_learning_rate(0.1))
         >>> rate, decay = (mfx.cosine_decay_schedule(peak, steps=100) for peak in (0.02, 0.1))
-        >>> muon = mfx.chain(mfx.orthogonalize(), mfx.add_decayed_weights(decay), mfx.scale_by_learning_rate(rate))
+        >>> muon = mfx.chain(
+        ...     mfx.orthogonalize(),
+        ...     mfx.add_decayed_weights(decay),
+        ...     mfx.scale_by_learning_rate(rate),
+        ... )
     """
     return _init_and_update(
         "add_decayed_weights",
@@ -146,7 +164,10 @@ def add_decayed_weights(
 
 
 @transform(
-    locality=Locality.ELEMENT, resolve=_resolve_decay, name_patterns=mask_patterns, position="after_learning_rate"
+    locality=Locality.ELEMENT,
+    resolve=_resolve_decay,
+    name_patterns=mask_patterns,
+    position="after_learning_rate",
 )
 @with_memory
 def subtract_decayed_weights(
@@ -175,12 +196,18 @@ def subtract_decayed_weights(
 
     Example:
         >>> import muonfx as mfx
-        >>> tx = mfx.chain(mfx.scale_by_adam(), mfx.scale_by_learning_rate(0.0), mfx.subtract_decayed_weights(0.25))
+        >>> tx = mfx.chain(
+        ...     mfx.scale_by_adam(),
+        ...     mfx.scale_by_learning_rate(0.0),
+        ...     mfx.subtract_decayed_weights(0.25),
+        ... )
         >>> params = {"w": torch.tensor([2.0])}
         >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[0]
         {'w': tensor([-0.5000])}
     """
-    weight_decay = checks.fraction("weight_decay", weight_decay)  # a larger one would reverse the parameters
+    weight_decay = checks.fraction(
+        "weight_decay", weight_decay
+    )  # a larger one would reverse the parameters
     return _init_and_update(
         "subtract_decayed_weights",
         weight_decay,
@@ -215,7 +242,9 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
     Example:
         >>> import muonfx as mfx
         >>> tx = mfx.cautious(mfx.identity())
-        >>> tx.update({"w": torch.tensor([1.0, -1.0, 0.0, 2.0])}, tx.init({"w": torch.zeros(4)}))[0]["w"].tolist()
+        >>> tx.update({"w": torch.tensor([1.0, -1.0, 0.0, 2.0])}, tx.init({"w": torch.zeros(4)}))[
+        ...     0
+        ... ]["w"].tolist()
         [1.3333333730697632, -1.3333333730697632, 0.0, 2.6666667461395264]
     """
     min_share = checks.positive("min_share", min_share)
@@ -227,7 +256,14 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
             "chain(cautious(...), scale_by_learning_rate(...))"
         )
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: object,
+    ):
         """Run the inner transform, and drop the elements of its updates whose sign differs from the gradient's."""
         # The gradient is needed after the inner transform, so it is not donated.
         donation = Donation(updates=False, state=donate.state)

@@ -20,7 +20,9 @@ def running_average(average: Tensor, value: Tensor, decay: Scalar) -> Tensor:
     # Two forms of the formula, which differ in rounding. The difference loses the last digits of the smaller number, so
     # the form for a decay below 1/2 starts from the value, whose weight is larger there.
     difference = value - average
-    if isinstance(decay, Tensor):  # Python cannot branch on its value without a sync, so both are computed
+    if isinstance(
+        decay, Tensor
+    ):  # Python cannot branch on its value without a sync, so both are computed
         from_average = average + (1.0 - decay) * difference
         from_value = value - decay * difference
         return torch.where(decay < 0.5, from_value, from_average)
@@ -34,7 +36,9 @@ def bias_correction(decay: Scalar, count: Tensor) -> Tensor:
     return 1.0 - ew.power(decay, count)
 
 
-def divide_unless(undefined: Tensor, numerator: Tensor, denominator: Tensor, otherwise: float | Tensor) -> Tensor:
+def divide_unless(
+    undefined: Tensor, numerator: Tensor, denominator: Tensor, otherwise: float | Tensor
+) -> Tensor:
     """Return ``numerator / denominator``, and ``otherwise`` where ``undefined`` is True, such as for 0 / 0.
 
     1 takes the place of the denominator there, because a division by zero would make derivatives NaN.

@@ -27,7 +27,15 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.compact import QuantizedDtype
 from muonfx.compact.state import init_quantized, read_quantized, write_quantized
-from muonfx.core import Donation, InitAndUpdate, Locality, Transform, apply_updates, checks, transform
+from muonfx.core import (
+    Donation,
+    InitAndUpdate,
+    Locality,
+    Transform,
+    apply_updates,
+    checks,
+    transform,
+)
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Position
 from muonfx.internal.arguments import plain_fields
@@ -103,7 +111,9 @@ def read_wide(present: Present, *trees: PyTree) -> list[list[Tensor]]:
     return ew.widest(*map(present.pick, trees))
 
 
-def write(present: Present, values: list[Tensor], old_tree: PyTree, *, reuse: bool = False) -> PyTree:
+def write(
+    present: Present, values: list[Tensor], old_tree: PyTree, *, reuse: bool = False
+) -> PyTree:
     """Return a tree with new values at the leaves ``present``, in the dtypes of the old tree; it inverts `read_wide`.
 
     With ``reuse``, the values are written into the leaves of the old tree.
@@ -180,7 +190,9 @@ class Number:
     def __post_init__(self) -> None:
         if not isinstance(self.start, int | float | Tensor) or isinstance(self.start, bool):
             raise TypeError(f"Number: start must be a number or a tensor, found {self.start!r}")
-        if isinstance(self.start, float) and math.isnan(self.start):  # infinity is the start of a least value
+        if isinstance(self.start, float) and math.isnan(
+            self.start
+        ):  # infinity is the start of a least value
             raise ValueError(f"Number: start must be a number, found {self.start!r}")
 
 
@@ -206,7 +218,9 @@ def read_slot(slot: Slot, present: Present, state: PyTree) -> list[Tensor]:
     return present.pick(state)
 
 
-def write_slot(slot: Slot, present: Present, values: list[Tensor], state: PyTree, *, reuse: bool = False) -> PyTree:
+def write_slot(
+    slot: Slot, present: Present, values: list[Tensor], state: PyTree, *, reuse: bool = False
+) -> PyTree:
     """Return the state tree of a slot with new values at the leaves ``present``, in its storage dtypes.
 
     With ``reuse``, the values are written into the leaves of the old tree ``state``, unless its dtype is quantized.
@@ -228,7 +242,9 @@ def leafwise(
     position: Position | Callable[..., Position | None] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
-) -> Callable[[Callable[P, StateAndStep]], Callable[P, Transform]]: ...  # for ``@leafwise(reads_params=True)``
+) -> Callable[
+    [Callable[P, StateAndStep]], Callable[P, Transform]
+]: ...  # for ``@leafwise(reads_params=True)``
 
 
 def leafwise(
@@ -307,12 +323,17 @@ def leafwise(
         ...         return u / largest, {"largest": largest}
         ...
         ...     return {"largest": mfx.Number(1.0)}, step
-        >>> tx, grads = divide_by_largest_norm(), {"w": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+        >>> tx, grads = (
+        ...     divide_by_largest_norm(),
+        ...     {"w": torch.tensor([3.0]), "b": torch.tensor([4.0])},
+        ... )
         >>> tx.update(grads, tx.init(grads))
         ({'w': tensor([0.6000]), 'b': tensor([0.8000])}, {'largest': tensor(5., dtype=torch.float64)})
     """
     if reads_params not in (True, False, "updated") and not callable(reads_params):
-        raise TypeError(f'leafwise: reads_params must be True, False or "updated", found {reads_params!r}')
+        raise TypeError(
+            f'leafwise: reads_params must be True, False or "updated", found {reads_params!r}'
+        )
 
     if constructor is None:  # written with options: @leafwise(position="last")
         return functools.partial(
@@ -374,13 +395,19 @@ def state_and_step(
     if not (type(returned) is tuple and len(returned) == 2 and callable(returned[1])):
         raise TypeError(f"{caller} constructor returns a state and a step, found {returned!r}")
     state, step = returned
-    for name, item in tree.named_leaves(state):  # the items of the state, such as "trace" and its slot
+    for name, item in tree.named_leaves(
+        state
+    ):  # the items of the state, such as "trace" and its slot
         if not isinstance(item, types):
             type_names = " and ".join([expected.__name__ for expected in types])
-            raise TypeError(f"{caller} constructor returns a state of {type_names}, found {item!r} at {name!r}")
+            raise TypeError(
+                f"{caller} constructor returns a state of {type_names}, found {item!r} at {name!r}"
+            )
     names = tree.names(state)
     if len(set(names)) < len(names):
-        raise ValueError(f"{caller} constructor returns a state with one name for two items, found {names}")
+        raise ValueError(
+            f"{caller} constructor returns a state with one name for two items, found {names}"
+        )
     if reads_params:
         _require_params(caller, step)
     else:
@@ -404,22 +431,30 @@ def _require_params(caller: str, step: Step) -> None:
 def _require_no_params(caller: str, state: PyTree, step: Step) -> None:
     """Raise TypeError if a slot starts at the parameters, or the step requires three arguments: (u, s, p)."""
     for name, item in tree.named_leaves(state):
-        if isinstance(item, Slot) and item.start == "params":  # `init` may receive parameters whose values are NaN
+        if (
+            isinstance(item, Slot) and item.start == "params"
+        ):  # `init` may receive parameters whose values are NaN
             raise TypeError(
                 f"{caller} constructor whose slot {name!r} starts at the parameters declares reads_params=True"
             )
     if not isinstance(step, FunctionType):
         return
     defaults = step.__defaults__ or ()
-    number_required = step.__code__.co_argcount - len(defaults)  # 2 for ``lambda u, s, scale=0.1: ...``
+    number_required = step.__code__.co_argcount - len(
+        defaults
+    )  # 2 for ``lambda u, s, scale=0.1: ...``
     if number_required == 3:
-        raise TypeError(f"{caller} constructor whose step takes three arguments, (u, s, p), declares reads_params=True")
+        raise TypeError(
+            f"{caller} constructor whose step takes three arguments, (u, s, p), declares reads_params=True"
+        )
 
 
 def update_and_state(name: str, returned: object) -> tuple[Any, Any]:
     """Return the update and the state that a step returned. Raise an error if they are not a pair."""
     if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(f"{name}: the step must return (update, state), found a {type(returned).__name__}")
+        raise TypeError(
+            f"{name}: the step must return (update, state), found a {type(returned).__name__}"
+        )
     return returned
 
 
@@ -433,7 +468,9 @@ def _extra_names(step: Step) -> tuple[str, ...]:
     return code.co_varnames[first : first + code.co_kwonlyargcount]
 
 
-def _locality_of_transform(name: str, state: PyTree, step: Step, locality_of_step: Locality) -> Locality:
+def _locality_of_transform(
+    name: str, state: PyTree, step: Step, locality_of_step: Locality
+) -> Locality:
     """Return the locality of a leafwise transform: how much of its input one element of its result depends on.
 
     It is the locality of the step, such as ELEMENT (the same element) for ``u * u``, with two exceptions. Quantized
@@ -447,7 +484,9 @@ def _locality_of_transform(name: str, state: PyTree, step: Step, locality_of_ste
     """
     locality = locality_of_step
     for item in tree.leaves(state):
-        if isinstance(item, Slot) and isinstance(item.dtype, QuantizedDtype):  # the elements of a block share a scale
+        if isinstance(item, Slot) and isinstance(
+            item.dtype, QuantizedDtype
+        ):  # the elements of a block share a scale
             locality = max(locality, Locality.LEAF)  # the larger one depends on more elements
     if "sum_over_leaves" not in _extra_names(step):
         return locality
@@ -494,11 +533,15 @@ class _Formula:
         """
         self._name = name
         self._declared = declared
-        self._items: dict[str, Slot | StepCount | Number] = dict(tree.named_leaves(declared))  # {"trace": Slot()}
+        self._items: dict[str, Slot | StepCount | Number] = dict(
+            tree.named_leaves(declared)
+        )  # {"trace": Slot()}
         self._step = step
         self._extra_names = _extra_names(step)  # of its extra arguments, such as "sum_over_leaves"
         self._reads_params = reads_params
-        self._saved_step: RecordedStep | None = None  # if its operations are the same at each update
+        self._saved_step: RecordedStep | None = (
+            None  # if its operations are the same at each update
+        )
 
     def functions(self) -> InitAndUpdate:
         """Return ``init`` and ``update`` of the transform, with the extra arguments of the step in the signature.
@@ -509,14 +552,25 @@ class _Formula:
         """
 
         def update(
-            updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
+            updates: PyTree,
+            state: PyTree,
+            params: PyTree = None,
+            *,
+            donate: Donation = NOTHING,
+            **extras: object,
         ) -> tuple[PyTree, PyTree]:
-            step_extras = {name: extras[name] for name in self._extra_names if name in extras}  # {"value": ...}
+            step_extras = {
+                name: extras[name] for name in self._extra_names if name in extras
+            }  # {"value": ...}
             return self._run(updates, state, params, donate, step_extras)
 
-        if not torch.compiler.is_compiling():  # the signature was read when the transform was created
+        if (
+            not torch.compiler.is_compiling()
+        ):  # the signature was read when the transform was created
             signature = inspect.signature(update)
-            *parameters, _extras = signature.parameters.values()  # all but the last one, ``**extras``
+            *parameters, _extras = (
+                signature.parameters.values()
+            )  # all but the last one, ``**extras``
             # Then the keyword-only parameters of the step, if it has any: a step need not be a Python function.
             if self._extra_names:
                 parameters_of_step = inspect.signature(self._step, follow_wrapped=False).parameters
@@ -530,7 +584,9 @@ class _Formula:
 
     def _state_of(self, items: list[Any]) -> PyTree:
         """Return a state with these items, in the containers that were declared: ``MomentumState(m)`` for ``[m]``."""
-        containers = tree.flatten(self._declared)[1]  # it has another type under torch.compile, so it is not saved
+        containers = tree.flatten(self._declared)[
+            1
+        ]  # it has another type under torch.compile, so it is not saved
         return tree.unflatten(containers, items)
 
     def _items_of(self, state: object) -> dict[str, Any]:
@@ -542,7 +598,12 @@ class _Formula:
         return dict(zip(self._items, tree.subtrees(containers, state), strict=True))
 
     def _run(
-        self, updates: PyTree, state: PyTree, params: PyTree, donate: Donation, extras: dict[str, Any]
+        self,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree,
+        donate: Donation,
+        extras: dict[str, Any],
     ) -> tuple[PyTree, PyTree]:
         """Apply the step to all leaves; return the new updates and the new state."""
         old_state = self._items_of(state)  # {"trace": {"w": m1, "v": m2}}
@@ -561,8 +622,12 @@ class _Formula:
 
         # 4. Build the new trees from the lists.
         new_updates = updates
-        if recorded.new_update is not recorded.update:  # else the step returned the update unchanged
-            tensors = values.take(recorded.new_update, recorded.update, f"{self._name}: the step returns an update")
+        if (
+            recorded.new_update is not recorded.update
+        ):  # else the step returned the update unchanged
+            tensors = values.take(
+                recorded.new_update, recorded.update, f"{self._name}: the step returns an update"
+            )
             reuse = donate.updates and values.was_cast(recorded.update)
             new_updates = write(values.present, tensors, updates, reuse=reuse)
         new_state = self._new_state(values, recorded, old_state, donate.state)
@@ -578,13 +643,17 @@ class _Formula:
         present = Present(updates)  # the leaves that have a gradient
         operands = {"update": Value(present.pick(updates), may_write=donate.updates)}
         for name, item in self._items.items():
-            if isinstance(item, Slot):  # else a number that all leaves share, which has no placeholder
+            if isinstance(
+                item, Slot
+            ):  # else a number that all leaves share, which has no placeholder
                 tensors = read_slot(item, present, old_state[name])
                 is_copy = isinstance(item.dtype, QuantizedDtype)  # its 8-bit codes were decoded
                 operands[f"state.{name}"] = Value(tensors, may_write=donate.state or is_copy)
         if self._reads_params:
             params = params_for(self._name, params)
-            if self._reads_params == "updated":  # the parameters after this update, as for `ema_params`
+            if (
+                self._reads_params == "updated"
+            ):  # the parameters after this update, as for `ema_params`
                 params = apply_updates(params, updates)
             operands["params"] = Value(present.pick(params), may_write=False)
         return Values(present, operands)
@@ -595,7 +664,9 @@ class _Formula:
         If they are the same at each update, they are recorded once and saved. For a few small leaves, recording takes
         longer than the rest of an update.
         """
-        if torch.compiler.is_compiling():  # a graph that depends on `_saved_step` is compiled again when it changes
+        if (
+            torch.compiler.is_compiling()
+        ):  # a graph that depends on `_saved_step` is compiled again when it changes
             return self._call_step(old_state, extras)
         if self._saved_step is not None:
             return self._saved_step
@@ -634,18 +705,26 @@ class _Formula:
             step_args.append(Leaf("params", numbers))
 
         new_update, returned_state = update_and_state(self._name, self._step(*step_args, **extras))
-        if not isinstance(new_update, Leaf):  # such as a tensor or 0.0, which does not depend on the update
+        if not isinstance(
+            new_update, Leaf
+        ):  # such as a tensor or 0.0, which does not depend on the update
             update_type = type(new_update).__name__
-            raise TypeError(f"{self._name}: the step returns an update of type {update_type}, not one made of operands")
+            raise TypeError(
+                f"{self._name}: the step returns an update of type {update_type}, not one made of operands"
+            )
         try:
             new_state = self._items_of(returned_state)
         except ValueError as error:
-            raise TypeError(f"{self._name}: the step returns another state than declared. {error}") from error
+            raise TypeError(
+                f"{self._name}: the step returns another state than declared. {error}"
+            ) from error
         for name in self._items:
             self._check_item(name, state[name], new_state[name])
 
         # The plan has only the operations that these outputs need, since a step may compute more than it returns.
-        outputs = [output for output in [new_update, *new_state.values()] if isinstance(output, Leaf)]
+        outputs = [
+            output for output in [new_update, *new_state.values()] if isinstance(output, Leaf)
+        ]
         return RecordedStep(update, state, new_update, new_state, Plan.of(outputs))
 
     def _check_item(self, name: str, operand: object, output: object) -> None:

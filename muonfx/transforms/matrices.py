@@ -63,7 +63,9 @@ class MatrixView:
         >>> query = {"query": weight["attn.qkv.weight"][:4]}
         >>> alone = mfx.chain(mfx.orthogonalize(), mfx.scale_by_shape("spectral"))
         >>> torch.allclose(
-        ...     updates["attn.qkv.weight"][:4], alone.update(query, alone.init(query))[0]["query"], atol=1e-2
+        ...     updates["attn.qkv.weight"][:4],
+        ...     alone.update(query, alone.init(query))[0]["query"],
+        ...     atol=1e-2,
         ... )
         True
     """
@@ -132,7 +134,9 @@ class MatrixView:
         The view ``{"*.q": "a"}``, extended by ``{"*.q": "b", "*.k": "c"}``, is ``{"*.q": "a", "*.k": "c"}``. (These
         letters are short for patterns.) There is no warning if a glob in ``more`` matches no parameter.
         """
-        if not more or isinstance(self.pattern, str):  # a single pattern applies to all parameters already
+        if not more or isinstance(
+            self.pattern, str
+        ):  # a single pattern applies to all parameters already
             return self
         if isinstance(more, str):
             more = {"*": more}  # for all names
@@ -141,7 +145,9 @@ class MatrixView:
         # so that its pattern is kept if both have the same glob.
         view = MatrixView({**patterns, **more, **patterns})
         new_globs = more.keys() - patterns.keys()
-        object.__setattr__(view, "optional_globs", self.optional_globs | new_globs)  # the class is frozen
+        object.__setattr__(
+            view, "optional_globs", self.optional_globs | new_globs
+        )  # the class is frozen
         return view
 
 
@@ -184,14 +190,19 @@ class Matrices:
 
     >>> view = MatrixView("(q=4 + k=2) in -> q in, k in")
     >>> matrices = Matrices(view, {"a": torch.zeros(6, 8), "b": None})
-    >>> [tuple(leaf.shape) for leaf in matrices.leaves], [tuple(stack.shape) for stack in matrices.stacks]
+    >>> (
+    ...     [tuple(leaf.shape) for leaf in matrices.leaves],
+    ...     [tuple(stack.shape) for stack in matrices.stacks],
+    ... )
     ([(6, 8)], [(4, 8), (2, 8)])
     """
 
     def __init__(self, view: MatrixView, values: PyTree) -> None:
         """Split the tensors of a tree, such as the updates or the parameters; leaves of None are skipped."""
         self.present = Present(values)  # the positions of the tensors in the tree
-        self.leaves: list[Tensor] = self.present.pick(values)  # the tensors, in the order of the tree
+        self.leaves: list[Tensor] = self.present.pick(
+            values
+        )  # the tensors, in the order of the tree
         self._patterns = _patterns_of(view, self.present, len(self.leaves))
         self._are_matrices = view.pattern is None and {leaf.ndim for leaf in self.leaves} <= {2}
         self.stacks = self.split(self.leaves)  # the stacks of all tensors
@@ -228,7 +239,9 @@ class Matrices:
 
     def _name_and_shape(self, index: int, leaf: Tensor) -> str:
         """Return the beginning of an error about a tensor, such as "'bias' has shape (3,)"."""
-        name = self.present.names()[index]  # found only for an error, since this takes time for a nested tree
+        name = self.present.names()[
+            index
+        ]  # found only for an error, since this takes time for a nested tree
         return f"{name!r} has shape {tuple(leaf.shape)}"
 
     def join(self, stacks: list[Tensor]) -> list[Tensor]:
@@ -240,7 +253,9 @@ class Matrices:
         if self._are_matrices:  # each stack is a whole tensor
             return stacks
         leaves: list[Tensor] = []
-        for pattern, stacks_of_leaf, leaf in zip(self._patterns, self.grouped(stacks), self.leaves, strict=True):
+        for pattern, stacks_of_leaf, leaf in zip(
+            self._patterns, self.grouped(stacks), self.leaves, strict=True
+        ):
             if pattern is None:  # one matrix, such as a flattened convolution
                 leaves.append(stacks_of_leaf[0].reshape(leaf.shape))
             else:
@@ -258,7 +273,9 @@ class Matrices:
         for pattern in self._patterns:
             number_of_stacks = 1  # without a pattern, a tensor is one matrix
             if pattern is not None:
-                number_of_stacks = len(pattern.results)  # the terms right of the arrow: 2 for "q in, k in"
+                number_of_stacks = len(
+                    pattern.results
+                )  # the terms right of the arrow: 2 for "q in, k in"
             stacks_of_tensors.append(stacks[start : start + number_of_stacks])
             start += number_of_stacks
         return stacks_of_tensors

@@ -72,7 +72,10 @@ def on_stacks(
     >>> import muonfx as mfx
     >>> tx = mfx.orthogonalize(view=MatrixView("(heads=8 out) in -> heads out in"))
     >>> tx_of_heads, shapes = on_stacks(tx, {"q": (64, 16)})
-    >>> tx_of_heads.arguments["view"].text("q"), shapes  # for q.reshape(8, 8, 16), or for some of its 8 heads
+    >>> (
+    ...     tx_of_heads.arguments["view"].text("q"),
+    ...     shapes,
+    ... )  # for q.reshape(8, 8, 16), or for some of its 8 heads
     ('units out=8 in=16 -> units out in', {'q': (8, 16)})
     """
     view: MatrixView = tx.arguments["view"]
@@ -84,11 +87,15 @@ def on_stacks(
         units = pattern.independent(shapes[name])
         if units is None or (only_matrices and not units.are_matrices):
             continue
-        pattern_of_units[escape(name)] = units.pattern  # escaped, since a name may contain "*" or "["
+        pattern_of_units[escape(name)] = (
+            units.pattern
+        )  # escaped, since a name may contain "*" or "["
         shape_of_units[name] = units.shape
     if not shape_of_units:  # every parameter must be updated as a whole
         return tx, {}
-    new_view = MatrixView(pattern_of_units).extended(view.pattern)  # parameters without units keep their pattern
+    new_view = MatrixView(pattern_of_units).extended(
+        view.pattern
+    )  # parameters without units keep their pattern
     return tx.replace(view=new_view), shape_of_units
 
 
@@ -184,7 +191,9 @@ class MatrixSlot:
             return [stored]
         batch_dims = _shared_dims(matrices)  # 1: the dim of the heads
         shapes = [self._shape_of_state(stack) for stack in matrices]
-        lengths = [prod(shape[batch_dims:]) for shape in shapes]  # [9, 4]: all dims after the batch dims were flattened
+        lengths = [
+            prod(shape[batch_dims:]) for shape in shapes
+        ]  # [9, 4]: all dims after the batch dims were flattened
         flat_states = stored.split(lengths, dim=-1)
         return list(map(torch.reshape, flat_states, shapes))
 
@@ -273,9 +282,13 @@ def matrixwise(
     Example:
         >>> import muonfx as mfx
         >>> @mfx.matrixwise(position="sets_size")
-        ... def divide_by_average_norm(decay: float = 0.9, *, view: mfx.MatrixView = mfx.MatrixView()):
+        ... def divide_by_average_norm(
+        ...     decay: float = 0.9, *, view: mfx.MatrixView = mfx.MatrixView()
+        ... ):
         ...     def step(u, s):
-        ...         norm = decay * s["norm"] + (1 - decay) * torch.linalg.matrix_norm(u, keepdim=True)
+        ...         norm = decay * s["norm"] + (1 - decay) * torch.linalg.matrix_norm(
+        ...             u, keepdim=True
+        ...         )
         ...         return u / norm, {"norm": norm}
         ...
         ...     return {"norm": mfx.MatrixSlot()}, step
@@ -287,27 +300,39 @@ def matrixwise(
     """
     if constructor is None:  # written with options: @matrixwise(position="last")
         return functools.partial(
-            matrixwise, reads_params=reads_params, position=position, short_names=short_names, cost=cost
+            matrixwise,
+            reads_params=reads_params,
+            position=position,
+            short_names=short_names,
+            cost=cost,
         )
     name = constructor.__name__
     default_view = _default_view(constructor)
 
     @functools.wraps(constructor)
-    def init_and_update(*args: object, view: MatrixView = default_view, **kwargs: object) -> InitAndUpdate:
+    def init_and_update(
+        *args: object, view: MatrixView = default_view, **kwargs: object
+    ) -> InitAndUpdate:
         """Call the constructor, and return the functions of the transform that its state and step describe."""
         returned = constructor(*args, view=view, **kwargs)
-        state, step = state_and_step(f"{name}: a matrixwise", returned, (Slot, MatrixSlot), reads_params)
+        state, step = state_and_step(
+            f"{name}: a matrixwise", returned, (Slot, MatrixSlot), reads_params
+        )
         formula = _MatrixFormula(name, view, state, step, reads_params)
         return formula.init, formula.update
 
-    cost_of_leaf = None  # the option is for one matrix, and `transform` requires the cost of a whole parameter
+    cost_of_leaf = (
+        None  # the option is for one matrix, and `transform` requires the cost of a whole parameter
+    )
     if cost is not None:
         cost_of_leaf = functools.partial(_cost_of_leaf, cost)
     as_transform = transform(
         locality=matrix_locality,
         reads_params=reads_params,
         # How a parameter is divided into parts for several ranks, and how long a rank takes for it.
-        matrices=MatrixWork(on_stacks=functools.partial(_on_stacks, constructor), cost=cost_of_leaf),
+        matrices=MatrixWork(
+            on_stacks=functools.partial(_on_stacks, constructor), cost=cost_of_leaf
+        ),
         name_patterns=name_patterns,
         position=position,
         short_names=short_names,
@@ -336,21 +361,28 @@ def _default_view(constructor: Callable[..., StateAndMatrixStep]) -> MatrixView:
 
 
 def _on_stacks(
-    constructor: Callable[..., StateAndMatrixStep], tx: Transform, shapes: Mapping[str, tuple[int, ...]]
+    constructor: Callable[..., StateAndMatrixStep],
+    tx: Transform,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[Transform, dict[str, tuple[int, int]]]:
     """Divide parameters into units, as `on_stacks` does, for a transform that `matrixwise` has made.
 
     ``constructor`` is the decorated function, ``tx`` a transform that it has created, and ``shapes`` the shape of each
     parameter by name.
     """
-    state, _ = constructor(**arguments_at(tx, 0))  # a schedule, such as a decay, is the number of step 0
+    state, _ = constructor(
+        **arguments_at(tx, 0)
+    )  # a schedule, such as a decay, is the number of step 0
     has_matrix_state = any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
     # A matrix state of a stack of stacks has more dims than the state of a stack, so only plain stacks qualify.
     return on_stacks(tx, shapes, only_matrices=has_matrix_state)
 
 
 def _cost_of_leaf(
-    cost: Callable[[Transform, str, torch.dtype], MatrixCost], tx: Transform, device: str, dtype: torch.dtype
+    cost: Callable[[Transform, str, torch.dtype], MatrixCost],
+    tx: Transform,
+    device: str,
+    dtype: torch.dtype,
 ) -> LeafCost:
     """Return the function of `cost_of_matrices` for a transform, from the option ``cost`` of `matrixwise`."""
     return cost_of_matrices(tx.arguments["view"], cost(tx, device, dtype))
@@ -373,7 +405,9 @@ def init_matrix_slot(slot: MatrixSlot, matrices: Matrices) -> PyTree:
     leaves = list(map(as_start, matrices.leaves))  # detached values, from which the state may start
     tensors: list[Tensor] = []
     for leaf, stacks in zip(leaves, matrices.grouped(matrices.split(leaves)), strict=True):
-        states = [slot.start(stack.contiguous()) for stack in stacks]  # zeros of shape (8, 1, 1), for 8 heads
+        states = [
+            slot.start(stack.contiguous()) for stack in stacks
+        ]  # zeros of shape (8, 1, 1), for 8 heads
         tensors.append(slot.rounded(slot.join(states, stacks), state_dtype(slot.dtype, leaf.dtype)))
     return matrices.present.fill(tensors)
 
@@ -387,7 +421,9 @@ def read_matrix_slot(slot: MatrixSlot, matrices: Matrices, old_tree: PyTree) -> 
     return states
 
 
-def write_matrix_slot(slot: MatrixSlot, matrices: Matrices, states: list[Tensor], old_tree: PyTree) -> PyTree:
+def write_matrix_slot(
+    slot: MatrixSlot, matrices: Matrices, states: list[Tensor], old_tree: PyTree
+) -> PyTree:
     """Return a state tree with new states for the leaves that have a gradient, in the storage dtype."""
     old_tensors = matrices.present.pick(old_tree)
     joined = map(slot.join, matrices.grouped(states), matrices.grouped(matrices.stacks))
@@ -399,7 +435,12 @@ class _MatrixFormula:
     """A step and its declared state, which runs the step on stacks of matrices."""
 
     def __init__(
-        self, name: str, view: MatrixView, declared: PyTree, step: Callable[..., Any], reads_params: bool
+        self,
+        name: str,
+        view: MatrixView,
+        declared: PyTree,
+        step: Callable[..., Any],
+        reads_params: bool,
     ) -> None:
         """Store the arguments, and the slots of the state by name.
 
@@ -413,7 +454,9 @@ class _MatrixFormula:
         self._name = name
         self._view = view
         self._declared = declared
-        self._slots: dict[str, Slot | MatrixSlot] = dict(tree.named_leaves(declared))  # {"norm": MatrixSlot()}
+        self._slots: dict[str, Slot | MatrixSlot] = dict(
+            tree.named_leaves(declared)
+        )  # {"norm": MatrixSlot()}
         self._step = step
         self._reads_params = reads_params
 
@@ -449,7 +492,9 @@ class _MatrixFormula:
             operands.append(matrices.split(leaves))
 
         # 2. Run the step: once for all small matrices of one shape, which are stacked, and once for each large matrix.
-        new_updates, *new_states = ew.by_stacks(self._run_on_stack, *operands, results=1 + len(self._slots))
+        new_updates, *new_states = ew.by_stacks(
+            self._run_on_stack, *operands, results=1 + len(self._slots)
+        )
 
         # 3. Join the matrices of each parameter.
         new_trees: list[PyTree] = []
@@ -506,7 +551,9 @@ def _read(slot: Slot | MatrixSlot, matrices: Matrices, old_tree: PyTree) -> list
     return matrices.split(read_slot(slot, matrices.present, old_tree))
 
 
-def _written(slot: Slot | MatrixSlot, matrices: Matrices, states: list[Tensor], old_tree: PyTree) -> PyTree:
+def _written(
+    slot: Slot | MatrixSlot, matrices: Matrices, states: list[Tensor], old_tree: PyTree
+) -> PyTree:
     """Return the state tree of a slot with a new state for each stack of matrices."""
     if isinstance(slot, MatrixSlot):
         return write_matrix_slot(slot, matrices, states, old_tree)

@@ -76,7 +76,9 @@ def momentum(
     """
     decay = checks.in_unit_interval("decay", decay)
     if debias and heavy_ball:
-        raise ValueError("debias corrects an average; a heavy-ball sum (heavy_ball=True) has no bias to correct")
+        raise ValueError(
+            "debias corrects an average; a heavy-ball sum (heavy_ball=True) has no bias to correct"
+        )
     slot = Slot(dtype)
 
     def average(g: Leaf, s: MomentumState):
@@ -172,7 +174,9 @@ def scale_by_adam(
     Example:
         >>> import muonfx as mfx
         >>> tx = mfx.scale_by_adam()
-        >>> updates, state = tx.update({"w": torch.tensor([3.0, -0.01])}, tx.init({"w": torch.zeros(2)}))
+        >>> updates, state = tx.update(
+        ...     {"w": torch.tensor([3.0, -0.01])}, tx.init({"w": torch.zeros(2)})
+        ... )
         >>> updates["w"]
         tensor([ 1.0000, -1.0000])
     """
@@ -311,7 +315,9 @@ class LionState(NamedTuple):
 
 
 @leafwise(short_names={"betas": ("b1", "b2"), "momentum": "b1"}, position="sets_size")
-def scale_by_lion(b1: ScalarOrSchedule = 0.9, b2: ScalarOrSchedule = 0.99, *, mu_dtype: StateDtype = "auto"):
+def scale_by_lion(
+    b1: ScalarOrSchedule = 0.9, b2: ScalarOrSchedule = 0.99, *, mu_dtype: StateDtype = "auto"
+):
     r"""Replace gradients by the sign of a mean of the gradient and its running average, as Lion does.
 
     The update is the sign of $\beta_1 m_{t-1} + (1 - \beta_1) g_t$, and the running average is $m_t = \beta_2 m_{t-1} +
@@ -340,7 +346,9 @@ def scale_by_lion(b1: ScalarOrSchedule = 0.9, b2: ScalarOrSchedule = 0.99, *, mu
 
     def step(u: Leaf, s: LionState):
         mean = s.mu.lerp(u, 1.0 - b1)
-        out = mean.sign().add(mean, alpha=0.0)  # the sign of NaN would be 0; zero times NaN or infinity is NaN
+        out = mean.sign().add(
+            mean, alpha=0.0
+        )  # the sign of NaN would be 0; zero times NaN or infinity is NaN
         m = s.mu.lerp(u, 1.0 - b2)
         return out, LionState(m)
 

@@ -31,7 +31,9 @@ class LeafMonitorState(NamedTuple):
     values: dict[str, dict[str, Tensor]]
     """For each metric, by the key "name/metric", a dict from the leaf to its latest value, 0-d fp32."""
 
-    is_equal_on_all_ranks = True  # no field: read by the sharding layer, which would shard the value of a 0-d leaf
+    is_equal_on_all_ranks = (
+        True  # no field: read by the sharding layer, which would shard the value of a 0-d leaf
+    )
 
 
 Metric = Literal["norm", "rms", "orthogonality_error"]
@@ -41,7 +43,9 @@ _METRICS = get_args(Metric)
 
 
 @transform(locality=Locality.TREE, position="observer")
-def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms"), *, by_leaf: bool = False):
+def monitor(
+    name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms"), *, by_leaf: bool = False
+):
     r"""Measure the updates, store the values in the state, and return the updates unchanged.
 
     It measures the updates at its place in the chain. Put it first for the gradient norm, after `orthogonalize` for
@@ -70,12 +74,16 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
         >>> mfx.metrics(state)
         {'grad/norm': tensor(5.)}
         >>> each = mfx.monitor("grad", ("rms",), by_leaf=True)
-        >>> _, state = each.update({"w": torch.tensor([3.0, 4.0])}, each.init({"w": torch.zeros(2)}))
+        >>> _, state = each.update(
+        ...     {"w": torch.tensor([3.0, 4.0])}, each.init({"w": torch.zeros(2)})
+        ... )
         >>> mfx.metrics(state)
         {'grad/w/rms': tensor(3.5355)}
     """
     if not metrics or not set(_METRICS).issuperset(metrics):
-        raise ValueError(f"monitor: found the metrics {metrics!r}, expected some of {', '.join(map(repr, _METRICS))}")
+        raise ValueError(
+            f"monitor: found the metrics {metrics!r}, expected some of {', '.join(map(repr, _METRICS))}"
+        )
 
     unique_metrics = list(dict.fromkeys(metrics))  # a metric that is given twice is measured once
 
@@ -88,15 +96,21 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
     return init, update
 
 
-def _on_whole_leaves(update: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., tuple[PyTree, PyTree]]:
+def _on_whole_leaves(
+    update: Callable[..., tuple[PyTree, PyTree]],
+) -> Callable[..., tuple[PyTree, PyTree]]:
     """Return a function like ``update`` of a monitor that always receives whole leaves, also on sharded parameters.
 
     The orthogonality error needs whole matrices. An ``update`` with an argument such as ``sum_over_leaves`` receives
     the shards of one rank, and any other whole leaves. So the new function has no such argument.
     """
 
-    def update_whole_leaves(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
-        return update(updates, state)  # the leaves are whole, so the sums equal the sums of one process
+    def update_whole_leaves(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
+    ):
+        return update(
+            updates, state
+        )  # the leaves are whole, so the sums equal the sums of one process
 
     return update_whole_leaves
 
@@ -111,7 +125,9 @@ def _monitor_of_tree(name: str, metrics: list[Metric]) -> InitAndUpdate:
     """
 
     def init(params: PyTree) -> MonitorState:
-        zero = torch.zeros((), dtype=torch.float32, device=device_of(params))  # until the first measurement
+        zero = torch.zeros(
+            (), dtype=torch.float32, device=device_of(params)
+        )  # until the first measurement
         return MonitorState({f"{name}/{metric}": zero.clone() for metric in metrics})
 
     def update(
@@ -166,11 +182,15 @@ def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
         # The sums of each leaf over its shards on all ranks: squares and sizes, from which its metrics follow.
         sums = sum_over_shards(_sums_of_leaves(updates))
         sums_of = dict(tree.named_leaves(sums))
-        leaves = {leaf_name: leaf for leaf_name, leaf in tree.named_leaves(updates) if leaf is not None}
+        leaves = {
+            leaf_name: leaf for leaf_name, leaf in tree.named_leaves(updates) if leaf is not None
+        }
         values: dict[str, dict[str, Tensor]] = {}
         for metric in metrics:
             key = f"{name}/{metric}"  # "grad/norm"
-            value_of = dict(state.values[key])  # by name of the leaf; without a gradient, it keeps its value
+            value_of = dict(
+                state.values[key]
+            )  # by name of the leaf; without a gradient, it keeps its value
             for leaf_name, leaf in leaves.items():
                 value = _measured(metric, leaf, sums_of[leaf_name])
                 value_of[leaf_name] = value.to(value_of[leaf_name])  # on the device of the state
@@ -298,7 +318,9 @@ def _by_leaf(monitor_state: LeafMonitorState) -> dict[str, Tensor]:
     """Return the values of a monitor of single leaves in one dict: {"grad/w/rms": 1.0} for {"grad/rms": {"w": 1.0}}."""
     values: dict[str, Tensor] = {}
     for key, value_of in monitor_state.values.items():
-        name, _, metric = key.rpartition("/")  # at the last slash: the name of a monitor may contain one
+        name, _, metric = key.rpartition(
+            "/"
+        )  # at the last slash: the name of a monitor may contain one
         for leaf_name, value in value_of.items():
             values[f"{name}/{leaf_name}/{metric}"] = value
     return values

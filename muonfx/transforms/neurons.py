@@ -97,7 +97,9 @@ def normalize_neurons(
     return NeuronsState(slot), step
 
 
-def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor]:
+def _normalize(
+    u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """Divide each row of a matrix u by its usual size, and scale the matrix back to its norm. This is NorMuon's rule.
 
     In the first step, the rows [5, 5] and [1, 1] both become [3.6, 3.6], and the norm of the matrix is as before. The
@@ -105,9 +107,13 @@ def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Ten
     matrix and the new averages v, of shape (..., rows, 1).
     """
     power = unit_power(u)
-    squares = (u * power).square()  # of u times an exact power of two, so that they neither overflow nor underflow
+    squares = (
+        u * power
+    ).square()  # of u times an exact power of two, so that they neither overflow nor underflow
     # v = decay v + (1 - decay) mean(u^2), where the mean is at most the largest finite number
-    mean_square = squares.mean(dim=-1, keepdim=True) / power / power  # twice, because the square of power may overflow
+    mean_square = (
+        squares.mean(dim=-1, keepdim=True) / power / power
+    )  # twice, because the square of power may overflow
     mean_square = mean_square.clamp(max=torch.finfo(squares.dtype).max)
     v = running_average(old_v, mean_square, decay)
     # u / (sqrt(v) + eps). A row that has always been zero stays zero. A divisor of NaN is not 0, so it stays visible.
@@ -129,6 +135,8 @@ def _with_norm(x: Tensor, squares: Tensor, power: Tensor) -> Tensor:
     small_x = x * unit_power(x)  # by a power of two too, which cancels in the quotient
     squared_norm_of_x = small_x.square().sum(dim=(-2, -1), keepdim=True)
     is_zero = (squared_norm_of_x == 0) | (squared_norm == 0)
-    ratio = divide_unless(is_zero, squared_norm, squared_norm_of_x, otherwise=1.0)  # of squares; its root is below
+    ratio = divide_unless(
+        is_zero, squared_norm, squared_norm_of_x, otherwise=1.0
+    )  # of squares; its root is below
     scaled = small_x * ratio.sqrt() / power
     return torch.where(is_zero, x, scaled)

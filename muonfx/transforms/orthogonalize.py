@@ -20,7 +20,11 @@ def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch
     """Return the dtype to which `orthogonalize` rounds updates of ``dtype`` before it computes."""
     arguments = tx.arguments
     compute = polar.compute_dtype(
-        dtype, device, arguments["dtype"], coefficients=arguments["coefficients"], steps=arguments["steps"]
+        dtype,
+        device,
+        arguments["dtype"],
+        coefficients=arguments["coefficients"],
+        steps=arguments["steps"],
     )
     return compute if polar.same_range(dtype, compute) else dtype
 
@@ -41,7 +45,9 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
     def cost_of_matrix(rows: int, columns: int, dtype: torch.dtype) -> float:
         """Return the estimated time for one matrix, as the number of operations of a full product in this time."""
         product_dtype = arguments["dtype"]
-        if is_auto:  # fp64 matrices are multiplied in fp64, and all others in the usual dtype of the device
+        if (
+            is_auto
+        ):  # fp64 matrices are multiplied in fp64, and all others in the usual dtype of the device
             product_dtype = torch.float64 if dtype == torch.float64 else compute
         cost = newton_schulz_cost(
             (rows, columns),
@@ -100,7 +106,9 @@ def orthogonalize(
 
     Example:
         >>> import muonfx as mfx
-        >>> u = mfx.orthogonalize().update({"w": torch.diag(torch.tensor([5.0, 0.5]))}, mfx.core.EmptyState())[0]["w"]
+        >>> u = mfx.orthogonalize().update(
+        ...     {"w": torch.diag(torch.tensor([5.0, 0.5]))}, mfx.core.EmptyState()
+        ... )[0]["w"]
         >>> bool((u.diagonal() - 1).abs().max() < 0.2)
         True
     """

@@ -123,7 +123,9 @@ class AttentionHeads:
         >>> queries
         ('*.attn.q_proj', '*.attn.q_proj.weight', '*.attn.q_proj.bias', '*.attn.q_proj_weight', '*.attn.q_proj_bias')
         """
-        prefixes: list[str] = []  # the beginning of a parameter's name: the glob of its module and a dot
+        prefixes: list[
+            str
+        ] = []  # the beginning of a parameter's name: the glob of its module and a dot
         if self.module:
             prefixes.append(f"{self.module}.")
         if matches("", self.module):  # the model itself, whose name is "", is an attention module
@@ -140,7 +142,10 @@ class AttentionHeads:
         """Return the attention module of a parameter, and a tuple of its contents: "query", "key", both or none.
 
         >>> heads = AttentionHeads("*.attn", heads=2, query="q_proj", key="k_proj")
-        >>> heads.module_of("layers.0.attn.q_proj.weight"), heads.module_of("layers.0.attn.o_proj.weight")
+        >>> (
+        ...     heads.module_of("layers.0.attn.q_proj.weight"),
+        ...     heads.module_of("layers.0.attn.o_proj.weight"),
+        ... )
         (('layers.0.attn', ('query',)), ('', ()))
         """
         module = ""
@@ -154,7 +159,9 @@ class AttentionHeads:
                     roles.append(role)
         return module, tuple(roles)
 
-    def places(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
+    def places(
+        self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str
+    ) -> Tensor:
         """Return for each row of a query or key weight the position of its factor in a vector of all factors.
 
         `qk_clip` multiplies the rows of a head by a factor; `_factors` computes the vector. With 2 heads, the positions
@@ -183,13 +190,17 @@ class AttentionHeads:
                 query_blocks = self._blocks(name, positions, number_if_fused, spans)[: self.heads]
             else:
                 query_blocks = self._blocks(name, positions, self.heads, spans)
-            _fill_rows(query_blocks, self.query_dims, first_factor=0)  # writes into `positions`, of which it is a view
+            _fill_rows(
+                query_blocks, self.query_dims, first_factor=0
+            )  # writes into `positions`, of which it is a view
             # Afterwards, because the rotary rows are a part of the rows above if ``query_dims`` is None.
             if self.rotary_dims is not None:
                 _fill_rows(query_blocks, self.rotary_dims, first_factor=first_rotary)
         if "key" in roles:
             if is_fused and self.key_dims is None:
-                key_blocks = self._blocks(name, positions, number_if_fused, [])[self.heads : self.heads + self.keys]
+                key_blocks = self._blocks(name, positions, number_if_fused, [])[
+                    self.heads : self.heads + self.keys
+                ]
             else:
                 key_blocks = self._blocks(name, positions, self.keys, [self.key_dims])
             _fill_rows(key_blocks, self.key_dims, first_factor=first_key)
@@ -201,7 +212,9 @@ class AttentionHeads:
         The vector ``rows`` has an item for each row of the weight ``name``. Raise ValueError unless its rows are equal
         blocks that contain the ranges ``spans``, such as (0, 64).
         """
-        block_size = len(rows) // number  # not divmod, which a tracer cannot apply to a symbolic size
+        block_size = (
+            len(rows) // number
+        )  # not divmod, which a tracer cannot apply to a symbolic size
         if len(rows) % number:
             raise self._unequal_blocks(name, len(rows))
         for span in spans:
@@ -239,8 +252,12 @@ def _fill_rows(blocks: Tensor, span: Span | None, first_factor: int) -> None:
     if span is None:
         span = (0, rows)
     first, end = span
-    position_of_head = torch.arange(first_factor, first_factor + heads, device=blocks.device)  # [2, 3]
-    blocks[:, first:end] = position_of_head.unsqueeze(1)  # [[2], [3]], repeated for the rows of each head
+    position_of_head = torch.arange(
+        first_factor, first_factor + heads, device=blocks.device
+    )  # [2, 3]
+    blocks[:, first:end] = position_of_head.unsqueeze(
+        1
+    )  # [[2], [3]], repeated for the rows of each head
 
 
 class _Member(NamedTuple):
@@ -259,14 +276,18 @@ class _Member(NamedTuple):
         The shape is (rows, 1) for a weight and (rows,) for a bias. See `AttentionHeads.places`.
         """
         shape = self.shape
-        axis = 0 if len(shape) == 1 else self.heads.axis  # the dim whose items are the output features: the rows
+        axis = (
+            0 if len(shape) == 1 else self.heads.axis
+        )  # the dim whose items are the output features: the rows
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
                 f"qk_clip: {self.name!r} has shape {shape}, expected a dim {axis}, the axis of {self.heads!r}: "
                 "correct axis="
             )
         indices = self.heads.places(self.name, shape[axis], self.roles, device)
-        broadcast_shape = [1] * len(shape)  # for a weight of shape (6, 4): [6, 1] after the next line
+        broadcast_shape = [1] * len(
+            shape
+        )  # for a weight of shape (6, 4): [6, 1] after the next line
         broadcast_shape[axis] = shape[axis]
         return indices.reshape(broadcast_shape)
 
@@ -282,7 +303,9 @@ def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
         items = (heads,)
     for item in items:
         if not isinstance(item, AttentionHeads | _Member):
-            raise TypeError(f"qk_clip: heads must be an AttentionHeads or a tuple of these, found {heads!r}")
+            raise TypeError(
+                f"qk_clip: heads must be an AttentionHeads or a tuple of these, found {heads!r}"
+            )
     return items
 
 
@@ -303,7 +326,9 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
             continue
         shape = tuple(leaves[name].shape)
         for attention in attentions:
-            module, roles = attention.module_of(plain_name)  # "attn" and ("query",) for "attn.q_proj.weight"
+            module, roles = attention.module_of(
+                plain_name
+            )  # "attn" and ("query",) for "attn.q_proj.weight"
             if roles:  # the parameter holds queries, keys or both
                 members.append(_Member(name, module, attention, roles, shape))
                 break
@@ -355,7 +380,9 @@ def _patterns(tx: Transform) -> list[NamePatterns]:
     for item in _as_tuple(tx.arguments["heads"]):
         if isinstance(item, AttentionHeads):
             groups += item.patterns()
-    if not groups:  # no heads, or a transform in which `_resolve` has replaced all globs by parameters
+    if (
+        not groups
+    ):  # no heads, or a transform in which `_resolve` has replaced all globs by parameters
         return []
     return [NamePatterns("qk_clip: heads", tuple(groups), required=True)]
 
@@ -368,10 +395,16 @@ def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
 
 
 @transform(
-    locality=Locality.TREE, resolve=_resolve, name_patterns=_patterns, check_extras=_check_extras, position="last"
+    locality=Locality.TREE,
+    resolve=_resolve,
+    name_patterns=_patterns,
+    check_extras=_check_extras,
+    position="last",
 )
 def qk_clip(
-    heads: AttentionHeads | tuple[AttentionHeads, ...], tau: ScalarOrSchedule = 100.0, alpha: ScalarOrSchedule = 0.5
+    heads: AttentionHeads | tuple[AttentionHeads, ...],
+    tau: ScalarOrSchedule = 100.0,
+    alpha: ScalarOrSchedule = 0.5,
 ):
     r"""Scale down the query and key weights of each head whose largest attention logit exceeds a bound.
 
@@ -410,7 +443,10 @@ def qk_clip(
     Example:
         >>> import muonfx as mfx
         >>> tx = mfx.qk_clip(mfx.AttentionHeads("attn", heads=2), tau=100.0)
-        >>> params = {"attn.q_proj.weight": torch.ones(2, 1), "attn.k_proj.weight": torch.ones(2, 1)}
+        >>> params = {
+        ...     "attn.q_proj.weight": torch.ones(2, 1),
+        ...     "attn.k_proj.weight": torch.ones(2, 1),
+        ... }
         >>> updates = {name: torch.zeros(2, 1) for name in params}
         >>> logits = {"attn": torch.tensor([400.0, 30.0])}
         >>> updates, _ = tx.update(updates, tx.init(params), params, max_logits=logits)
@@ -453,7 +489,9 @@ def qk_clip(
             return updates, state
         params = params_for("qk_clip", params)
         weights = dict(tree.named_leaves(params))
-        members = [member for member in _members(all_heads, params) if weights[member.name] is not None]
+        members = [
+            member for member in _members(all_heads, params) if weights[member.name] is not None
+        ]
         if not members:
             return updates, state
         dtypes = [weights[member.name].dtype for member in members]
@@ -471,7 +509,9 @@ def qk_clip(
             weight = weights[member.name]
             indices = member.factor_indices(weight.device)
             factor_of_rows = factors[member.module].to(weight.device)[indices]
-            one_minus_factor = 1.0 - factor_of_rows  # in which no digits of a factor near 1 are lost
+            one_minus_factor = (
+                1.0 - factor_of_rows
+            )  # in which no digits of a factor near 1 are lost
             one_minus_factors[member.name] = one_minus_factor.expand(member.shape)
         # 3. The updates of these weights.
         leaves, treedef = tree.flatten(updates)
@@ -528,11 +568,17 @@ def _logits(members: list[_Member], max_logits: object) -> list[Tensor]:
             f"muonfx.attention.collect_max_logits collects it, found {max_logits!r}"
         )
     all_logits = dict(tree.named_leaves(max_logits))
-    logits_of_module: dict[str, Tensor] = {}  # a module has several members, such as its query and its key
+    logits_of_module: dict[
+        str, Tensor
+    ] = {}  # a module has several members, such as its query and its key
     for member in members:
         number_of_heads = member.heads.heads
         logits = all_logits.get(member.module)
-        if not isinstance(logits, Tensor) or logits.is_complex() or logits.shape != (number_of_heads,):
+        if (
+            not isinstance(logits, Tensor)
+            or logits.is_complex()
+            or logits.shape != (number_of_heads,)
+        ):
             raise _logits_error(member.module, number_of_heads, all_logits)
         logits_of_module[member.module] = logits
     return list(logits_of_module.values())
@@ -564,7 +610,9 @@ def _gamma(s: Tensor, tau: float | Tensor) -> Tensor:
     return divide_unless(~is_clipped, bound, s, otherwise=1.0)
 
 
-def _factors_by_module(members: list[_Member], gamma: Tensor, alpha: float | Tensor) -> dict[str, Tensor]:
+def _factors_by_module(
+    members: list[_Member], gamma: Tensor, alpha: float | Tensor
+) -> dict[str, Tensor]:
     """Return for each attention module the vector of the factors by which its weights are multiplied.
 
     `_factors` describes the vector. ``gamma`` has the factor of the logits of each query head, of one module after
@@ -573,7 +621,9 @@ def _factors_by_module(members: list[_Member], gamma: Tensor, alpha: float | Ten
     heads_of_module = {member.module: member.heads for member in members}
     sizes = [heads.heads for heads in heads_of_module.values()]
     factors: dict[str, Tensor] = {}
-    for (module, heads), gamma_of_module in zip(heads_of_module.items(), gamma.split(sizes), strict=True):
+    for (module, heads), gamma_of_module in zip(
+        heads_of_module.items(), gamma.split(sizes), strict=True
+    ):
         factors[module] = _factors(gamma_of_module, heads.keys, alpha)
     return factors
 
@@ -589,11 +639,15 @@ def _factors(gamma: Tensor, keys: int, alpha: float | Tensor) -> Tensor:
         keys: the number of key heads.
         alpha: the exponent of gamma for the queries.
 
-    >>> _factors(torch.tensor([0.25, 1.0]), keys=1, alpha=0.5)  # two queries, a key, two rotary queries, and the 1
+    >>> _factors(
+    ...     torch.tensor([0.25, 1.0]), keys=1, alpha=0.5
+    ... )  # two queries, a key, two rotary queries, and the 1
     tensor([0.2500, 1.0000, 1.0000, 0.2500, 1.0000, 1.0000])
     """
     gamma_by_key = gamma.unflatten(0, (keys, -1))  # (key heads, query heads that share one)
-    largest_gamma = gamma_by_key.amax(dim=1)  # the factor of the head that is scaled least, so no query grows
+    largest_gamma = gamma_by_key.amax(
+        dim=1
+    )  # the factor of the head that is scaled least, so no query grows
     exponent = ew.scalar_like(1.0 - alpha, gamma)
     key = torch.pow(largest_gamma, exponent)
     query = gamma_by_key / key.unsqueeze(1)  # so that query times key is gamma

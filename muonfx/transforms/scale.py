@@ -8,7 +8,16 @@ from typing import Literal
 
 from torch import Tensor
 
-from muonfx.core import Donation, EmptyState, InitAndUpdate, Locality, MatrixWork, Transform, checks, transform
+from muonfx.core import (
+    Donation,
+    EmptyState,
+    InitAndUpdate,
+    Locality,
+    MatrixWork,
+    Transform,
+    checks,
+    transform,
+)
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule, Schedule
 from muonfx.core.simple import no_state
@@ -27,7 +36,9 @@ def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndU
     It is called as ``function(leaves, may_overwrite)``, and returns the new leaves.
     """
 
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+    def update(
+        updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING
+    ):
         present = Present(updates)  # the leaves that have a gradient
         leaves = present.pick(updates)
         new_leaves = function(leaves, donate.updates)
@@ -50,7 +61,9 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
         """Apply the function to stacks of flattened leaves, and give the results the shapes of the leaves."""
         flat_leaves = [leaf.reshape(-1) for leaf in leaves]
         # Equal sizes are enough, because the leaves are flattened: leaves of (2, 3) and (6,) form a stack of (2, 6).
-        (flat_results,) = ew.by_stacks(function, flat_leaves)  # one list, since the function has one result
+        (flat_results,) = ew.by_stacks(
+            function, flat_leaves
+        )  # one list, since the function has one result
         results: list[Tensor] = []
         for flat_result, leaf in zip(flat_results, leaves, strict=True):
             results.append(flat_result.reshape(leaf.shape))
@@ -176,7 +189,9 @@ def scale_each(factors: Mapping[str, float]):
     of a leaf does not need the shape of the whole leaf then.
     """
 
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+    def update(
+        updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING
+    ):
         present = Present(updates)  # the leaves that have a gradient
         leaves = present.pick(updates)
         leaf_factors = [factors[name] for name in present.names()]
@@ -198,7 +213,9 @@ def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
     lr_scaling = tx.arguments["lr_scaling"]
     matrices = Matrices(tx.arguments["view"], params)
     factors: dict[str, float] = {}
-    for name, stacks in zip(matrices.present.names(), matrices.grouped(matrices.stacks), strict=True):
+    for name, stacks in zip(
+        matrices.present.names(), matrices.grouped(matrices.stacks), strict=True
+    ):
         if len(stacks) > 1:  # such as stacks for query, key and value, which may differ in shape
             return tx
         factors[name] = shape_factor(lr_scaling, stacks[0])
@@ -240,11 +257,15 @@ def scale_by_shape(lr_scaling: ShapeRule = "match_rms_adamw", *, view: MatrixVie
 
     Example:
         >>> import muonfx as mfx
-        >>> mfx.scale_by_shape("spectral").update({"w": torch.ones(4, 1)}, mfx.core.EmptyState())[0]["w"].T
+        >>> mfx.scale_by_shape("spectral").update({"w": torch.ones(4, 1)}, mfx.core.EmptyState())[
+        ...     0
+        ... ]["w"].T
         tensor([[2., 2., 2., 2.]])
     """
 
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+    def update(
+        updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING
+    ):
         """Multiply each matrix by the factor of its shape."""
         matrices = Matrices(view, updates)
         factors = [shape_factor(lr_scaling, stack) for stack in matrices.stacks]

@@ -39,14 +39,18 @@ def _differing_container(tree: PyTree, expected: PyTree) -> str:
     """
     node, children = open_node(tree)
     expected_node, expected_children = open_node(expected)
-    if node == expected_node:  # the containers at the top are equal, so the difference is in a child
+    if (
+        node == expected_node
+    ):  # the containers at the top are equal, so the difference is in a child
         for child, expected_child in zip(children, expected_children, strict=True):
             if not same_structure(child, expected_child):
                 return _differing_container(child, expected_child)
     description = _described(node)
     expected_description = _described(expected_node)
     text = f"found {description}, expected {expected_description}"
-    are_two_classes = node is not None and expected_node is not None and node.kind is not expected_node.kind
+    are_two_classes = (
+        node is not None and expected_node is not None and node.kind is not expected_node.kind
+    )
     if are_two_classes and description == expected_description:
         text += " of another class with this name: was its module reloaded?"
     return text

@@ -22,7 +22,13 @@ SAFETENSORS_NAMES = {  # known to every safetensors since 0.4
     torch.float8_e5m2: "F8_E5M2",
 }
 """A dict from dtype to its name in safetensors files, such as "BF16"."""
-_AS_BYTES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex64, torch.complex128)
+_AS_BYTES = (
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.complex64,
+    torch.complex128,
+)
 
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*SAFETENSORS_NAMES, *_AS_BYTES)}
 """A dict from each dtype that a checkpoint can hold to its name, such as "bfloat16"; without quantized dtypes."""

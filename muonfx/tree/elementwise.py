@@ -112,7 +112,9 @@ def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) ->
         # chooses the memory of results anyway.
         results = _foreach(name, xs, *rest, reuse=False, **options)
         return cast_like(results, xs)
-    getattr(torch, f"_foreach_{name}_")(xs, *rest, **options)  # "_" at the end: the operator that overwrites
+    getattr(torch, f"_foreach_{name}_")(
+        xs, *rest, **options
+    )  # "_" at the end: the operator that overwrites
     return xs
 
 
@@ -124,7 +126,9 @@ def _scalar_for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
     """
     if not isinstance(scalar, Tensor):  # a Python number has no dtype
         return [scalar] * len(xs)
-    if not scalar.is_cpu and [x for x in xs if x.device != scalar.device]:  # a model on several GPUs
+    if not scalar.is_cpu and [
+        x for x in xs if x.device != scalar.device
+    ]:  # a model on several GPUs
         return [scalar.to(device=x.device, dtype=wide_dtype(x.dtype)) for x in xs]
     scalar_in: dict[torch.dtype, Tensor] = {}  # one cast for each dtype, not for each tensor
     for dtype in _dtypes(xs):
@@ -139,14 +143,18 @@ def _one_or_each(scalars: list[Any], xs: Sequence[Tensor]) -> Any:
 
 
 def _on_cpu(xs: Sequence[Tensor]) -> bool:
-    return not [x for x in xs if not x.is_cpu]  # a list takes less time than a generator, as `all` would need
+    return not [
+        x for x in xs if not x.is_cpu
+    ]  # a list takes less time than a generator, as `all` would need
 
 
 def _on_one_device(xs: Sequence[Tensor]) -> bool:
     return not [x for x in xs if x.device != xs[0].device]
 
 
-def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scalar: Scalar, reuse: bool) -> Tensors:
+def _in_wide(
+    function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scalar: Scalar, reuse: bool
+) -> Tensors:
     """Apply a function such as `add` to fp32 copies of bf16 tensors, and round the results to bf16 again.
 
     On bf16 itself, CPUs round once in the vectorized part of a tensor and twice in its tail. So an element of a slice
@@ -178,7 +186,9 @@ def _has_narrow(xs: Sequence[Tensor]) -> bool:
 
 def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
     """Return True if ``_foreach_mul_`` rounds a Python number to bf16 or fp16, as torch 2.13 does on CPUs."""
-    if not _has_narrow(xs):  # the usual case: a set of dtypes takes less time than a test of each tensor
+    if not _has_narrow(
+        xs
+    ):  # the usual case: a set of dtypes takes less time than a test of each tensor
         return False
     return bool([x for x in xs if x.dtype in _NARROW and x.is_cpu])
 
@@ -301,7 +311,9 @@ def _mul_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
 
     A ``c`` of fp64 is not rounded to bf16 before it multiplies a bf16 tensor, and the product is bf16.
 
-    >>> _mul_by_tensor([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], torch.tensor(10.0), reuse=False)
+    >>> _mul_by_tensor(
+    ...     [torch.tensor([1.0, 2.0]), torch.tensor([3.0])], torch.tensor(10.0), reuse=False
+    ... )
     [tensor([10., 20.]), tensor([30.])]
     """
     # Torch promotes dtypes among 0-d tensors: the product of a 0-d bf16 tensor and `c` would have the dtype of `c`.
@@ -361,7 +373,9 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
     is_number = not isinstance(c, Tensor)
     is_sum = is_number and c == 1.0
     if _cannot_use_foreach(xs, ys, scalar=c):  # under torch.func or autograd
-        if _has_narrow(xs) and not is_sum:  # else `c * y` would be rounded to bf16 or fp16, where it may underflow
+        if (
+            _has_narrow(xs) and not is_sum
+        ):  # else `c * y` would be rounded to bf16 or fp16, where it may underflow
             return _in_wide(add, xs, ys, scalar=c, reuse=False)
         return _tensorwise(lambda x, y: x + c * y, xs, ys)
     if is_sum:  # no product, so nothing is rounded twice
@@ -403,7 +417,9 @@ def _lerp(x: Tensor, y: Tensor, weight: Scalar) -> Tensor:
     return torch.lerp(x.to(x.dtype, copy=has_no_dims), y.to(x.dtype, copy=has_no_dims), weight)
 
 
-def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
+def addcmul(
+    xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False
+) -> Tensors:
     """Return ``x + c * y * z`` for corresponding fp32 or fp64 tensors of three lists; ``reuse`` overwrites ``xs``."""
     if _cannot_use_foreach(xs, ys, zs, scalar=c):  # under torch.func or autograd
         return _tensorwise(lambda x, y, z: x + c * y * z, xs, ys, zs)
@@ -417,7 +433,9 @@ def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
     """Return ``x / y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``ys``."""
     if _cannot_use_foreach(xs, ys):  # under torch.func or autograd
         return _tensorwise(torch.div, xs, ys)
-    if reuse and _on_cpu(ys):  # no foreach form writes to the divisors; on other devices launches cost more
+    if reuse and _on_cpu(
+        ys
+    ):  # no foreach form writes to the divisors; on other devices launches cost more
         for x, y in zip(xs, ys, strict=True):
             torch.div(x, y, out=y)
         return ys
@@ -474,13 +492,17 @@ def by_stacks(
     >>> by_stacks(lambda x: (2 * x, x**2), xs, results=2)  # one call, with the stack [[3.0], [5.0]]
     ([tensor([6.]), tensor([10.])], [tensor([9.]), tensor([25.])])
     """
-    if _cannot_use_foreach(*lists) or is_traced():  # the memory of tensors cannot be examined: no stacks
+    if (
+        _cannot_use_foreach(*lists) or is_traced()
+    ):  # the memory of tensors cannot be examined: no stacks
         groups = [[index] for index in range(len(lists[0]))]
         to_contiguous = Tensor.contiguous
     else:
         groups = _groups(lists)  # [[0, 2], [1]]
         to_contiguous = aligned
-    outputs: list[list[Any]] = [[None] * len(lists[0]) for _ in range(results)]  # a list for each result
+    outputs: list[list[Any]] = [
+        [None] * len(lists[0]) for _ in range(results)
+    ]  # a list for each result
     for indices in groups:
         stacks = [_stack_of(xs, indices, to_contiguous) for xs in lists]
         output_stacks = function(*stacks)
@@ -493,7 +515,9 @@ def by_stacks(
     return tuple(outputs)
 
 
-def _stack_of(xs: Sequence[Tensor], indices: list[int], to_contiguous: Callable[[Tensor], Tensor]) -> Tensor:
+def _stack_of(
+    xs: Sequence[Tensor], indices: list[int], to_contiguous: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Return the tensors at some indices of a list, which have one shape, as a stack.
 
     A lone tensor becomes a contiguous stack of one, since its strides would change the bits of a product.
@@ -547,7 +571,9 @@ def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
     A stack should fit a CPU's cache: 256 matrices of 32 x 32 elements, or 64 of 64 x 64. A large tensor is always
     computed alone, because torch sums it in several threads, and so in another order than within a stack.
     """
-    sizes = [x.numel() for x in tensors]  # of one tensor of each argument, such as a gradient and a momentum
+    sizes = [
+        x.numel() for x in tensors
+    ]  # of one tensor of each argument, such as a gradient and a momentum
     largest = max(sizes)
     if largest >= _SMALL:
         return 1
@@ -560,7 +586,9 @@ def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
 
 def _has_stackable_matrices(x: Tensor) -> bool:
     """Return True if a stack of tensors like this one gives the same bits as each tensor by itself."""
-    is_vector = x.ndim < 2 or 1 in x.shape[-2:]  # such as a norm for each row, which is in no product of matrices
+    is_vector = (
+        x.ndim < 2 or 1 in x.shape[-2:]
+    )  # such as a norm for each row, which is in no product of matrices
     return is_vector or can_be_stacked(x.shape[-2], x.shape[-1], x.device)
 
 
@@ -637,7 +665,9 @@ def scalar_like(number: Scalar, x: Tensor) -> Tensor:
     # Why not leave the number as it is: torch divides a Python number by a tensor as number times reciprocal, and
     # promotes the dtype of a 0-d tensor. With tensors of one dtype as operands, both give the same bits.
     if isinstance(number, Tensor):
-        return number.to(dtype=x.dtype, device=x.device, non_blocking=number.is_cpu)  # a GPU is not waited for
+        return number.to(
+            dtype=x.dtype, device=x.device, non_blocking=number.is_cpu
+        )  # a GPU is not waited for
     return torch.full((), number, dtype=x.dtype, device=x.device)
 
 

@@ -120,7 +120,9 @@ def _find_one(tree: PyTree, where: Where) -> tuple[Path, PyTree]:
     if not matches:
         raise _no_match(tree, where)
     paths = [dotted(path) or "the tree itself" for path, _ in matches]
-    raise KeyError(f"{_shown(where)} matches {len(matches)} nodes: {format_list(paths, str)}; give a longer path")
+    raise KeyError(
+        f"{_shown(where)} matches {len(matches)} nodes: {format_list(paths, str)}; give a longer path"
+    )
 
 
 def _no_match(tree: PyTree, where: Where) -> KeyError:

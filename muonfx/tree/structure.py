@@ -114,7 +114,9 @@ class _Node:
         node, children = open_node(tree)
         if node is None or node.kind is not self.kind or node.entries != self.entries:
             kind: Any = self.kind  # not None, as of a leaf, which has no children
-            raise ValueError(f"expected {kind.__name__} of {self.entries}, found {type(tree).__name__}")
+            raise ValueError(
+                f"expected {kind.__name__} of {self.entries}, found {type(tree).__name__}"
+            )
         return children
 
 
@@ -133,10 +135,18 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
     if kind in _DICTS:
         return _open_dict(node)
     # None and tensors are tested first: a compiler cannot call the function of optree on a tensor outside of a graph.
-    if node is None or isinstance(node, Tensor) or optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
+    if (
+        node is None
+        or isinstance(node, Tensor)
+        or optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE)
+    ):
         return None, []
-    children, metadata, entries, build = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
-    if optree.is_namedtuple_class(kind):  # optree has indices as entries; paths have the names of fields
+    children, metadata, entries, build = optree.tree_flatten_one_level(
+        node, none_is_leaf=True, namespace=NAMESPACE
+    )
+    if optree.is_namedtuple_class(
+        kind
+    ):  # optree has indices as entries; paths have the names of fields
         entries = optree.namedtuple_fields(kind)
 
     def rebuild(new_children: list[PyTree]) -> PyTree:
@@ -164,7 +174,9 @@ def _open_dict(node: dict[Any, PyTree]) -> tuple[_Node, list[PyTree]]:
 
     def rebuild(children: list[PyTree]) -> PyTree:
         """Build a dict of the same type from new children. It has the keys in the order of the old dict."""
-        child_of = dict(zip(keys, children, strict=True))  # the children are in the order of the sorted keys
+        child_of = dict(
+            zip(keys, children, strict=True)
+        )  # the children are in the order of the sorted keys
         items = {key: child_of[key] for key in old_keys}
         if kind is defaultdict:
             return defaultdict(default_factory, items)
@@ -354,7 +366,9 @@ def typed_paths(tree: PyTree, above: TypedPath = ()) -> list[TypedPath]:
 
 
 @overload
-def map(function: Callable[..., Tensor], tree: dict[str, Tensor], *rest: PyTree) -> dict[str, Tensor]: ...
+def map(
+    function: Callable[..., Tensor], tree: dict[str, Tensor], *rest: PyTree
+) -> dict[str, Tensor]: ...
 
 
 @overload
@@ -486,13 +500,17 @@ class Present:
 
         A transform does this at every step, for hundreds of gradients, so the usual cases are made fast.
         """
-        if is_flat(tree):  # such as {"w": tensor}: keys suffice to read other trees, and take less time to find
+        if is_flat(
+            tree
+        ):  # such as {"w": tensor}: keys suffice to read other trees, and take less time to find
             self._keys = list(tree)
             self._leaves = list(tree.values())
         else:  # nested dicts, tuples and so on
             self._keys = None
             self._leaves, self._treedef = flatten(tree)
-        leaf_types = set(builtins.map(type, self._leaves))  # faster than a loop over hundreds of leaves
+        leaf_types = set(
+            builtins.map(type, self._leaves)
+        )  # faster than a loop over hundreds of leaves
         self._is_complete = type(None) not in leaf_types
         self._indices: Sequence[int] = range(len(self._leaves))
         if not self._is_complete:

@@ -25,7 +25,9 @@ def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 )
 def test_a_run_of_the_study_is_a_run_of_the_track(make, contender: str):
     task = headline.study_task()
-    rows = mfx.study(task, {"tx": make}, rates=[0.01], seeds=[1], steps=2, vmap=False, progress=False)
+    rows = mfx.study(
+        task, {"tx": make}, rates=[0.01], seeds=[1], steps=2, vmap=False, progress=False
+    )
     expected = train(TASK, contender, {"rate": 0.01}, 2, 1)["loss"]
     assert rows[-1]["validation_loss"] == pytest.approx(expected, rel=1e-5)
 

@@ -9,16 +9,33 @@ import torch
 
 import muonfx as mfx
 from benchmarks.track import modded_nanogpt as track
-from benchmarks.track.modded_nanogpt import ADAM_DECAY, ADAM_RATES, GPT, MUON_DECAY, MUON_RATE, Config
+from benchmarks.track.modded_nanogpt import (
+    ADAM_DECAY,
+    ADAM_RATES,
+    GPT,
+    MUON_DECAY,
+    MUON_RATE,
+    Config,
+)
 from tests.processes import Here, World
 
 TINY = Config(
-    width=32, depth=1, head=16, vocabulary=16, context=8, batch=16, microbatch=4, validation_tokens=512, steps=20
+    width=32,
+    depth=1,
+    head=16,
+    vocabulary=16,
+    context=8,
+    batch=16,
+    microbatch=4,
+    validation_tokens=512,
+    steps=20,
 )
 CPU = torch.device("cpu")
 
 
-def write_tokens(path: Path, tokens: np.ndarray, *, magic: int = track.MAGIC, count: int | None = None) -> None:
+def write_tokens(
+    path: Path, tokens: np.ndarray, *, magic: int = track.MAGIC, count: int | None = None
+) -> None:
     header = np.zeros(track.HEADER, dtype=np.int32)
     header[:3] = magic, track.VERSION, tokens.size if count is None else count
     path.write_bytes(header.tobytes() + tokens.astype(np.uint16).tobytes())
@@ -69,7 +86,9 @@ def test_the_full_model_has_the_parameters_of_the_track():
     assert set(labels.values()) == {"hidden", *ADAM_RATES}
 
 
-@pytest.mark.parametrize(("step", "factor"), [(0, 1.0), (975, 1.0), (2113, 1137 / 2275), (3249, 1 / 2275)])
+@pytest.mark.parametrize(
+    ("step", "factor"), [(0, 1.0), (975, 1.0), (2113, 1137 / 2275), (3249, 1 / 2275)]
+)
 def test_rates_are_constant_and_then_fall_to_zero(step: int, factor: float):
     schedule = mfx.warmup_stable_decay_schedule(MUON_RATE, 0, round(track.COOLDOWN * 3250), 3250)
     assert schedule(step) == pytest.approx(factor * MUON_RATE)
@@ -94,7 +113,9 @@ def test_two_steps_are_those_of_plain_loops():
                 step_of_adamw(expected[name], grad, state[name], ADAM_RATES[labels[name]], count)
         optimizer.step()
     for name, param in model.named_parameters():
-        tolerance = 2e-2 * MUON_RATE if labels[name] == "hidden" else 1e-5  # products of Muon are bf16
+        tolerance = (
+            2e-2 * MUON_RATE if labels[name] == "hidden" else 1e-5
+        )  # products of Muon are bf16
         torch.testing.assert_close(param, expected[name], atol=tolerance, rtol=1e-5, msg=name)
 
 
@@ -105,7 +126,9 @@ def step_of_muon(param: torch.Tensor, grad: torch.Tensor, state: list[torch.Tens
     param.mul_(1 - MUON_RATE * MUON_DECAY).sub_(update, alpha=MUON_RATE)
 
 
-def step_of_adamw(param: torch.Tensor, grad: torch.Tensor, state: list[torch.Tensor], rate: float, count: int) -> None:
+def step_of_adamw(
+    param: torch.Tensor, grad: torch.Tensor, state: list[torch.Tensor], rate: float, count: int
+) -> None:
     first = state[0].mul_(0.8).add_(grad, alpha=0.2) / (1 - 0.8**count)
     second = state[1].mul_(0.95).addcmul_(grad, grad, value=0.05) / (1 - 0.95**count)
     param.mul_(1 - rate * ADAM_DECAY).sub_(first / (second.sqrt() + 1e-10), alpha=rate)

@@ -10,7 +10,9 @@ from benchmarks.operations import OURS, OURS_WITH_KERNELS, TORCHS, Counter
 SMALL, LARGE = "GPT-2 small", "1.3 B, 24 layers of 2048"
 
 
-def counted(function, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> operations.Totals:
+def counted(
+    function, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> operations.Totals:
     tensors = [torch.ones(shape, dtype=dtype) for shape in shapes]
     with Counter() as counter:
         function(*tensors)
@@ -37,7 +39,10 @@ def test_views_and_allocations_are_no_operations():
 @pytest.mark.parametrize(
     ("function", "passes"),
     [
-        (lambda x, y: torch._foreach_add_([x, x], [y, y]), 6),  # reads both lists and writes the first
+        (
+            lambda x, y: torch._foreach_add_([x, x], [y, y]),
+            6,
+        ),  # reads both lists and writes the first
         (lambda x, y: torch._foreach_copy_([x], [y]), 2),  # does not read what it overwrites
         (lambda x, y: x.copy_(y), 2),
         (lambda x, y: torch.mul(x, y, out=y), 3),
@@ -64,7 +69,9 @@ def test_bytes_outside_products_are_those_of_the_transforms():
     counter = operations.counted(SMALL, OURS)
     by_transform = counter.bytes_of_transforms
     assert sum(by_transform.values()) == counter.totals.other_bytes
-    elements = by_transform["momentum"] / 24  # reads gradient and momentum twice, writes momentum and updates
+    elements = (
+        by_transform["momentum"] / 24
+    )  # reads gradient and momentum twice, writes momentum and updates
     assert elements == 12 * 12 * 768**2
     # Rounds to bf16 (6 bytes), reads for the norm (2), scales (4), writes the result (6); in fp16, for two thirds of
     # the elements, rounds again (4) and adds Gram matrices, of a quarter of the elements, six times (9).
@@ -75,7 +82,9 @@ def test_bytes_outside_products_are_those_of_the_transforms():
 def test_symmetric_kernels_halve_products_of_large_matrices():
     full, halved = operations.count(LARGE, OURS), operations.count(LARGE, OURS_WITH_KERNELS)
     assert 0.65 * full.flops < halved.flops < 0.75 * full.flops
-    assert operations.count(SMALL, OURS_WITH_KERNELS) == operations.count(SMALL, OURS)  # below their smallest side
+    assert operations.count(SMALL, OURS_WITH_KERNELS) == operations.count(
+        SMALL, OURS
+    )  # below their smallest side
 
 
 @pytest.mark.parametrize(
@@ -86,7 +95,9 @@ def test_symmetric_kernels_halve_products_of_large_matrices():
         pytest.param("one layer of 8 B", 166, 35.4e9, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_takes_at_most_so_many_operations_and_bytes(model: str, most_operations: int, most_bytes: float):
+def test_a_step_takes_at_most_so_many_operations_and_bytes(
+    model: str, most_operations: int, most_bytes: float
+):
     ours, torchs = operations.count(model, OURS), operations.count(model, TORCHS)
     assert ours.operations <= most_operations
     assert ours.product_bytes + ours.other_bytes <= most_bytes

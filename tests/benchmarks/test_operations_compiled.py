@@ -9,7 +9,10 @@ from benchmarks import operations, operations_compiled
 from benchmarks.operations import OURS, OURS_WITH_KERNELS, TORCHS, Counter
 from benchmarks.operations_compiled import Step
 
-pytest.importorskip("triton", reason="inductor lowers a graph of a CUDA device only with triton (pip install triton)")
+pytest.importorskip(
+    "triton",
+    reason="inductor lowers a graph of a CUDA device only with triton (pip install triton)",
+)
 pytestmark = pytest.mark.slow
 
 OPTIONS = {"key_width": 256, "is_gated": False, "bias": True}
@@ -43,7 +46,9 @@ def test_a_product_has_the_flops_and_bytes_of_its_shapes():
 
 def test_a_compiled_step_needs_fewer_kernels_and_bytes(monkeypatch: pytest.MonkeyPatch):
     model_name = "one small layer"
-    monkeypatch.setitem(operations.MODELS, model_name, partial(operations.Block, 256, 1024, **OPTIONS))
+    monkeypatch.setitem(
+        operations.MODELS, model_name, partial(operations.Block, 256, 1024, **OPTIONS)
+    )
     for candidate in (OURS, TORCHS):
         eager = operations.count(model_name, candidate)
         in_one_graph = operations_compiled.count(model_name, candidate)

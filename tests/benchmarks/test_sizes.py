@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from benchmarks.track import scaling, sizes
-from benchmarks.track.scaling import FACTORS, LARGE, LENGTHS, REFERENCE, SEEDS, SMALL, START_RATES, Record, Run
+from benchmarks.track.scaling import (
+    FACTORS,
+    LARGE,
+    LENGTHS,
+    REFERENCE,
+    SEEDS,
+    SMALL,
+    START_RATES,
+    Record,
+    Run,
+)
 from benchmarks.track.task import GPT, module_of
 
 SETTINGS = {name: {"rate": 0.01, "decay": 0.1, "rest": 0.06} for name in START_RATES}
@@ -41,7 +51,9 @@ SPEEDS = {
 def test_a_speed_is_the_ratio_of_steps_to_the_same_loss(size: str):
     for contender, speed in sizes.speeds(make_results(SPEEDS), size).items():
         assert speed.mean == pytest.approx(SPEEDS[size][contender])
-        assert speed.log_error == pytest.approx(0, abs=1e-9)  # a seed changes both by the same factor
+        assert speed.log_error == pytest.approx(
+            0, abs=1e-9
+        )  # a seed changes both by the same factor
 
 
 def test_the_change_from_one_size_to_the_next_has_both_errors():
@@ -55,7 +67,10 @@ def test_the_section_says_what_the_table_shows(monkeypatch: pytest.MonkeyPatch):
     results["machine"] |= {"torch": "2", "python": "3"}
     monkeypatch.setattr(sizes.report, "load", lambda name: results)
     text = sizes.section()
-    assert "**mfx.Muon**: AdamW needs 1.30 ± 0.00 times its steps at 0.23 M, and 1.56 ± 0.00 at 0.85 M" in text
+    assert (
+        "**mfx.Muon**: AdamW needs 1.30 ± 0.00 times its steps at 0.23 M, and 1.56 ± 0.00 at 0.85 M"
+        in text
+    )
     assert "(+20 % ± 0: its advantage grew)" in text
     del results["rows"][-1]
     assert sizes.section().startswith("Not finished: 1 runs are missing.")
@@ -124,7 +139,9 @@ def test_each_tuned_number_reaches_the_optimizer(contender: str, name: str):
         step = module_of(contender).optimizer(model, 20, **settings)
         for seed in range(2):
             tokens = torch.randint(256, (2, 8), generator=torch.Generator().manual_seed(seed))
-            torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            torch.nn.functional.cross_entropy(
+                model(tokens).flatten(0, 1), tokens.flatten()
+            ).backward()
             step()
             model.zero_grad()
         return torch.nn.utils.parameters_to_vector(model.parameters())

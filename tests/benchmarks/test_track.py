@@ -42,7 +42,9 @@ def test_the_search_ends_at_a_minimum_of_the_grid(rate: float, other: float, bes
 
     found = tuned({"rate": 0.01, "other": other}, loss)
     for factor in (FACTOR, 1 / FACTOR):
-        assert loss(found | {"rate": found["rate"] * factor}) >= loss(found) - 1e-2  # values have three digits
+        assert (
+            loss(found | {"rate": found["rate"] * factor}) >= loss(found) - 1e-2
+        )  # values have three digits
 
 
 @given(st.integers(LENGTHS[2], LENGTHS[-3]), st.integers(LENGTHS[1], LENGTHS[-2]))
@@ -74,7 +76,10 @@ def test_standings_compare_seed_by_seed_and_ignore_tuning_runs():
     def rows(name: str, factor: float) -> list[dict[str, object]]:
         common = {"contender": name, "settings": {"rate": 0.1}, "optimizer_ms": 1.0}
         runs = [(steps, seed) for steps in (100, 200) for seed in (0, 1, 2)]
-        losses = [common | {"steps": s, "seed": i, "loss": 1.0 - math.log(s * factor / 150) + 0.1 * i} for s, i in runs]
+        losses = [
+            common | {"steps": s, "seed": i, "loss": 1.0 - math.log(s * factor / 150) + 0.1 * i}
+            for s, i in runs
+        ]
         return [*losses, common | {"steps": 150, "seed": 100, "loss": -9.0}]
 
     found = {
@@ -90,7 +95,9 @@ def test_standings_compare_seed_by_seed_and_ignore_tuning_runs():
     assert error == pytest.approx(0.0, abs=1e-9)  # a seed changes both by the same factor
 
 
-def test_results_of_another_task_or_text_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_results_of_another_task_or_text_are_not_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path = tmp_path / "track.json"
     record = Record(path, Task())
     record.write()

@@ -18,7 +18,13 @@ def results() -> dict:
 
 def test_every_width_has_every_rate_and_seed(results: dict):
     found = {(row["width"], row["optimizer"], row["rate"], row["seed"]) for row in results["rows"]}
-    expected = {(w, rule, rate, seed) for w in WIDTHS for rule in RATES for rate in RATES[rule] for seed in SEEDS}
+    expected = {
+        (w, rule, rate, seed)
+        for w in WIDTHS
+        for rule in RATES
+        for rate in RATES[rule]
+        for seed in SEEDS
+    }
     assert found == expected
     assert len(results["rows"]) == len(expected)
 
@@ -28,13 +34,19 @@ def test_only_the_norm_of_match_rms_adamw_grows_with_the_width(results: dict):
         rows = {row["width"]: row for row in results["norms"] if row["optimizer"] == rule}
         for name in MATRICES:
             growth = rows[WIDTHS[-1]][name] / rows[WIDTHS[0]][name]
-            assert growth == pytest.approx((WIDTHS[-1] / WIDTHS[0]) ** power, rel=0.02), (rule, name)
+            assert growth == pytest.approx((WIDTHS[-1] / WIDTHS[0]) ** power, rel=0.02), (
+                rule,
+                name,
+            )
 
 
 def test_a_best_rate_is_inside_the_rates_that_were_tried(results: dict):
     for rule in RATES:
         for width in WIDTHS:
-            assert best_rate(mean_losses(results["rows"], rule, width)) in RATES[rule][1:-1], (rule, width)
+            assert best_rate(mean_losses(results["rows"], rule, width)) in RATES[rule][1:-1], (
+                rule,
+                width,
+            )
 
 
 def test_the_advice_of_the_page_follows(results: dict):
@@ -56,5 +68,7 @@ def test_the_measurement_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (norms,) = widths.norms_at(32)
     assert norms["query"] == pytest.approx(norms["down"], rel=0.1)
     rows = widths.losses_at(32)
-    assert [(row["width"], row["step"], row["seed"]) for row in rows] == [(32, 2, seed) for seed in SEEDS]
+    assert [(row["width"], row["step"], row["seed"]) for row in rows] == [
+        (32, 2, seed) for seed in SEEDS
+    ]
     assert all(torch.tensor(row["validation_loss"]).isfinite() for row in rows)

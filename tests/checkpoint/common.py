@@ -57,8 +57,15 @@ def threads(number: int) -> Iterator[None]:
 
 def small_params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = {"embed.weight": (8, 4), "blocks.0.up.weight": (6, 4), "blocks.0.up.bias": (6,), "scale": ()}
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    shapes = {
+        "embed.weight": (8, 4),
+        "blocks.0.up.weight": (6, 4),
+        "blocks.0.up.bias": (6,),
+        "scale": (),
+    }
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
 
 
 def grads_like(params: Any, seed: int) -> Any:

@@ -18,7 +18,17 @@ from unittest.mock import patch
 
 from muonfx.checkpoint import files
 
-_AUDITED = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rmdir", "os.remove", "os.rename", "os.link", "os.chmod"}
+_AUDITED = {
+    "open",
+    "os.listdir",
+    "os.scandir",
+    "os.mkdir",
+    "os.rmdir",
+    "os.remove",
+    "os.rename",
+    "os.link",
+    "os.chmod",
+}
 
 
 class Faults:
@@ -29,7 +39,9 @@ class Faults:
         failed: the call that failed; "" if there were fewer calls.
     """
 
-    def __init__(self, folder: Path, at: int, *, always=False, code=errno.EIO, kill=False, reads=False):
+    def __init__(
+        self, folder: Path, at: int, *, always=False, code=errno.EIO, kill=False, reads=False
+    ):
         self.folder, self.at, self.always = os.path.realpath(folder), at, always
         self.code, self.kill, self.reads = code, kill, reads
         self.calls: list[str] = []

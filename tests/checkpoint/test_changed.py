@@ -35,7 +35,9 @@ def params_of(rows: int = 6, names: tuple[str, ...] = NAMES, seed: int = 0) -> d
 
 
 def partition(labels: dict[str, str]) -> mfx.Transform:
-    return mfx.partition({label: KINDS[label.partition("-")[0]] for label in sorted(set(labels.values()))}, labels)
+    return mfx.partition(
+        {label: KINDS[label.partition("-")[0]] for label in sorted(set(labels.values()))}, labels
+    )
 
 
 def leaves_of(state: Any) -> dict[str, Tensor]:
@@ -70,7 +72,9 @@ def check_account(found: ck.Continuation, like: Any, path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------- labels
 
 
-LABELS = st.fixed_dictionaries({name: st.sampled_from(["muon", "adamw", "lion", "adamw-2"]) for name in NAMES})
+LABELS = st.fixed_dictionaries(
+    {name: st.sampled_from(["muon", "adamw", "lion", "adamw-2"]) for name in NAMES}
+)
 
 
 @settings(max_examples=60)
@@ -81,7 +85,9 @@ def test_each_parameter_keeps_its_state_if_its_new_label_has_the_same_variables(
     params = params_of()
     _, state = trained(partition(before), params)
     like = partition(after).init(params)
-    kinds = {name: (before[name].partition("-")[0], after[name].partition("-")[0]) for name in NAMES}
+    kinds = {
+        name: (before[name].partition("-")[0], after[name].partition("-")[0]) for name in NAMES
+    }
     with folder() as root:
         path = ck.save(root / "run", state, params=params)
         if not any(old == new for old, new in kinds.values()):
@@ -131,7 +137,9 @@ def test_a_divided_label_has_its_count_twice(tmp_path: Path) -> None:
 def test_the_count_of_a_label_whose_parameters_are_all_new_starts_again(tmp_path: Path) -> None:
     """The old count would make the first updates of AdamW too large: its averages start at zero."""
     params = params_of()
-    path = saved_after(partition(dict.fromkeys(NAMES, "muon") | {"b": "adamw"}), params, tmp_path, steps=3)
+    path = saved_after(
+        partition(dict.fromkeys(NAMES, "muon") | {"b": "adamw"}), params, tmp_path, steps=3
+    )
     after = partition(dict.fromkeys(NAMES, "adamw") | {"b": "muon", "up": "muon"})
     found = ck.load_changed(path, after.init(params))
     assert found.kept == ("muon/momentum/trace/up",)
@@ -142,7 +150,9 @@ def test_a_state_that_would_start_again_as_a_whole_is_an_error(tmp_path: Path) -
     params = params_of()
     adam, momentum = KINDS["adamw"], KINDS["muon"]
     states = saved_after(adam, params, tmp_path)
-    with pytest.raises(ck.MismatchError, match=r"loaded:\s.*fits `like`.*'scale_by_adam/mu.*'momentum/trace"):
+    with pytest.raises(
+        ck.MismatchError, match=r"loaded:\s.*fits `like`.*'scale_by_adam/mu.*'momentum/trace"
+    ):
         ck.load_changed(states, momentum.init(params))
     only_params = ck.save(tmp_path / "params", None, params=params)
     with pytest.raises(ck.MismatchError, match=r"it has no state, and `like` has 'momentum/trace"):
@@ -160,7 +170,9 @@ def test_labels_with_other_counts_do_not_become_one(tmp_path: Path) -> None:
     assert ck.load_changed(path, after.init(params)).dropped == ("adamw-2/scale_by_adam/count",)
     state["adamw-2"]["scale_by_adam"].count.add_(1)
     path = ck.save(tmp_path / "other", state)
-    with pytest.raises(ck.MismatchError, match=r"'adamw/scale_by_adam/count' [\s\S]*a label of their own"):
+    with pytest.raises(
+        ck.MismatchError, match=r"'adamw/scale_by_adam/count' [\s\S]*a label of their own"
+    ):
         ck.load_changed(path, after.init(params))
 
 
@@ -230,10 +242,15 @@ def test_an_inserted_layer_is_new_and_the_layer_after_it_keeps_its_state(tmp_pat
     found = ck.load_changed(path, like, rename={"*/layers.1.*": "*/layers.2.*"})
     check_account(found, like, path)
     moments = [f"adamw/scale_by_adam/{moment}" for moment in ("mu", "nu")]
-    assert found.moved == {f"{m}/layers.2.{name}": f"{m}/layers.1.{name}" for m in moments for name in ("w", "b")}
+    assert found.moved == {
+        f"{m}/layers.2.{name}": f"{m}/layers.1.{name}" for m in moments for name in ("w", "b")
+    }
     assert set(found.new) == {f"{m}/layers.1.{name}" for m in moments for name in ("w", "b")}
     assert found.dropped == ()
-    for wrong, message in (({"*/layer.1.*": "*/x.*"}, "matches no"), ({"*/layers.1.*": "*/layers.0.*"}, "both 'adamw")):
+    for wrong, message in (
+        ({"*/layer.1.*": "*/x.*"}, "matches no"),
+        ({"*/layers.1.*": "*/layers.0.*"}, "both 'adamw"),
+    ):
         with pytest.raises(ck.MismatchError, match=f"rename: .*{message}"):
             ck.load_changed(path, like, rename=wrong)
 
@@ -248,7 +265,11 @@ CHAINS: dict[str, tuple[mfx.Transform, mfx.Transform, set[str]]] = {
     "skipping": (RECIPE, mfx.skip_nonfinite(RECIPE), {"*"}),
     "with a schedule": (
         mfx.chain(RECIPE, mfx.scale_by_learning_rate(mfx.linear_schedule(1.0, 0.0, 9))),
-        mfx.chain(mfx.clip_by_global_norm(1.0), RECIPE, mfx.scale_by_learning_rate(mfx.linear_schedule(1.0, 0.5, 9))),
+        mfx.chain(
+            mfx.clip_by_global_norm(1.0),
+            RECIPE,
+            mfx.scale_by_learning_rate(mfx.linear_schedule(1.0, 0.5, 9)),
+        ),
         set(),
     ),
 }
@@ -296,7 +317,9 @@ def test_a_model_in_which_all_parameters_have_other_names_is_no_changed_run(tmp_
     params = params_of()
     path = saved_after(mfx.momentum(0.9), params, tmp_path)
     like = mfx.momentum(0.9).init({f"net.{name}": param for name, param in params.items()})
-    with pytest.raises(ck.MismatchError, match=r"it has 'b', .*`like` has 'net\.b', [\s\S]*rename="):
+    with pytest.raises(
+        ck.MismatchError, match=r"it has 'b', .*`like` has 'net\.b', [\s\S]*rename="
+    ):
         ck.load_changed(path, like)
 
 
@@ -313,7 +336,9 @@ def test_a_dtype_may_widen_only(dtype: torch.dtype, tmp_path: Path) -> None:
     path = saved_after(mfx.momentum(0.9), params, tmp_path)
     like = mfx.chain(mfx.momentum(0.9, dtype=dtype), mfx.scale(0.1)).init(params)
     if dtype == torch.bfloat16:
-        with pytest.raises(ck.MismatchError, match=r"narrowing[\s\S]*state dtypes of the checkpoint") as caught:
+        with pytest.raises(
+            ck.MismatchError, match=r"narrowing[\s\S]*state dtypes of the checkpoint"
+        ) as caught:
             ck.load_changed(path, like)
         advice = "to round: mfx.checkpoint.load(path, like, cast={'momentum': torch.bfloat16}), with the arguments"
         assert advice in str(caught.value)
@@ -329,7 +354,9 @@ def test_a_dtype_may_widen_only(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def model_of(here: Here | None = None, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 7))
+    model = nn.Sequential(
+        nn.Embedding(7, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 7)
+    )
     if here is not None:
         fully_shard(model[1], mesh=here.mesh)
         fully_shard(model, mesh=here.mesh)
@@ -372,8 +399,14 @@ def continue_run(here: Here | None, path: Path) -> dict[str, Any]:
         saved = ck.load_params(path, like=dict(model.named_parameters()), tx=optimizer.transform)
     model.load_state_dict(saved, strict=False)
     train(model, optimizer, range(3, 5))
-    weights = {name: getattr(param, "full_tensor", lambda p=param: p)() for name, param in model.named_parameters()}
-    return {"account": str(found), "weights": {name: weight.detach().clone() for name, weight in weights.items()}}
+    weights = {
+        name: getattr(param, "full_tensor", lambda p=param: p)()
+        for name, param in model.named_parameters()
+    }
+    return {
+        "account": str(found),
+        "weights": {name: weight.detach().clone() for name, weight in weights.items()},
+    }
 
 
 def test_a_run_with_a_frozen_layer_and_another_label_goes_on(tmp_path: Path) -> None:
@@ -391,7 +424,9 @@ def test_a_run_with_a_frozen_layer_and_another_label_goes_on(tmp_path: Path) -> 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("savers", [1, 2])
-def test_the_account_and_the_run_on_ranks_are_those_of_one_process(world: World, tmp_path: Path, savers: int):
+def test_the_account_and_the_run_on_ranks_are_those_of_one_process(
+    world: World, tmp_path: Path, savers: int
+):
     world.check(savers, save_run, path=tmp_path)
     expected = continue_run(None, tmp_path)
     for loaders in (1, 2):
@@ -405,7 +440,9 @@ def grow_on_ranks(here: Here, path: Path) -> None:
     model = model_of(here)
     model[0] = nn.Embedding(9, 6)
     fully_shard(model[0], mesh=here.mesh)
-    with pytest.raises(ck.MismatchError, match=r"0\.weight[\s\S]*shards cannot grow[\s\S]*in one process"):
+    with pytest.raises(
+        ck.MismatchError, match=r"0\.weight[\s\S]*shards cannot grow[\s\S]*in one process"
+    ):
         ck.load_changed(path, optimizer_of(model, BEFORE))
 
 
@@ -426,7 +463,9 @@ def grow_by_the_page(here: Here | None, path: Path) -> dict[str, Tensor]:
         fully_shard(model[1], mesh=here.mesh)
         fully_shard(model, mesh=here.mesh)
         optimizer = optimizer_of(model, BEFORE)
-        blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        blocks = re.findall(
+            r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        )
         (code,) = [block for block in blocks if "full_tensor" in block]
         code = code.replace('"tok.weight"', '"0.weight"').replace("64, 32", "7, 6")
         names = {"torch": torch, "mfx": mfx, "model": model, "optimizer": optimizer, "path": path}
@@ -447,7 +486,9 @@ def grow_by_the_page(here: Here | None, path: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.dist
-def test_a_vocabulary_grows_over_ranks_by_the_code_of_the_page(world: World, tmp_path: Path) -> None:
+def test_a_vocabulary_grows_over_ranks_by_the_code_of_the_page(
+    world: World, tmp_path: Path
+) -> None:
     world.check(2, save_run, path=tmp_path)
     expected = grow_by_the_page(None, tmp_path)
     for found in world.check(2, grow_by_the_page, path=tmp_path):
@@ -465,14 +506,19 @@ ROWS = {"wq": 8, "wk": 4, "wv": 4}
 FUSED = "(q=8 + k=4 + v=4) in -> q in, k in, v in"
 
 
-def attention(here: Here | None, divided: bool) -> tuple[dict[str, nn.Parameter], mfx.TransformOptimizer]:
+def attention(
+    here: Here | None, divided: bool
+) -> tuple[dict[str, nn.Parameter], mfx.TransformOptimizer]:
     """The weights of an attention layer, fused or not, and their optimizer."""
     draw = torch.Generator().manual_seed(0)
     tensors = {"qkv": torch.randn(16, 6, generator=draw), "norm": torch.ones(6)}
     if divided:
         tensors |= dict(zip(ROWS, tensors.pop("qkv").split([*ROWS.values()]), strict=True))
     if here is not None:
-        tensors = {name: distribute_tensor(tensor, here.mesh, [Shard(0)]) for name, tensor in tensors.items()}
+        tensors = {
+            name: distribute_tensor(tensor, here.mesh, [Shard(0)])
+            for name, tensor in tensors.items()
+        }
     params = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
     labels = {name: "adamw" if name == "norm" else "muon" for name in params}
     view = mfx.MatrixView(None if divided else {"qkv": FUSED})
@@ -491,7 +537,9 @@ def placed_like(param: Tensor, tensor: Tensor) -> Tensor:
     return distribute_tensor(tensor, param.device_mesh, param.placements)
 
 
-def step_attention(params: dict[str, nn.Parameter], optimizer: mfx.TransformOptimizer, seed: int) -> dict[str, Tensor]:
+def step_attention(
+    params: dict[str, nn.Parameter], optimizer: mfx.TransformOptimizer, seed: int
+) -> dict[str, Tensor]:
     """Take a step on equal gradients, fused or not; return the weights as if they were divided."""
     draw = torch.Generator().manual_seed(seed)
     grads = {"qkv": torch.randn(16, 6, generator=draw), "norm": torch.randn(6, generator=draw)}
@@ -529,7 +577,9 @@ def test_a_fused_parameter_that_becomes_three_keeps_its_momentum_by_rows(tmp_pat
 
 
 @pytest.mark.dist
-def test_on_ranks_a_fused_parameter_that_becomes_three_keeps_its_momentum(world: World, tmp_path: Path) -> None:
+def test_on_ranks_a_fused_parameter_that_becomes_three_keeps_its_momentum(
+    world: World, tmp_path: Path
+) -> None:
     world.check(2, divide_fused, path=tmp_path)
 
 
@@ -557,7 +607,10 @@ def test_a_new_average_starts_at_weights_that_are_loaded_afterwards(tmp_path: Pa
     first, second = nn.Linear(3, 2), nn.Linear(3, 2)
     path = ck.save(tmp_path / "run", mfx.TransformOptimizer(first, chain))
     optimizer = mfx.TransformOptimizer(second, mfx.chain(chain, mfx.ema_params(0.5)))
-    assert ck.load_changed(path, optimizer).new == ("ema_params/average/bias", "ema_params/average/weight")
+    assert ck.load_changed(path, optimizer).new == (
+        "ema_params/average/bias",
+        "ema_params/average/weight",
+    )
     second.load_state_dict(first.state_dict())
     start = second.weight.detach().clone()
     second(torch.ones(3)).sum().backward()
@@ -594,7 +647,11 @@ def test_a_new_head_with_more_rows_starts_fresh_by_the_code_of_the_page(tmp_path
         return mfx.Muon(nn.Sequential(OrderedDict(layers)), lr=0.1)
 
     path = ck.save(tmp_path / "run", optimizer_with(3))
-    heirs = [f"adamw/scale_by_adam/{key}/head.{leaf}" for key in ("mu", "nu") for leaf in ("bias", "weight")]
+    heirs = [
+        f"adamw/scale_by_adam/{key}/head.{leaf}"
+        for key in ("mu", "nu")
+        for leaf in ("bias", "weight")
+    ]
     assert sorted(ck.load_changed(path, optimizer_with(5)).grown) == heirs
     fresh = ck.load_changed(path, optimizer_with(5), rename={"*/head.*": "*/old.*"})
     assert (fresh.grown, sorted(fresh.new)) == ({}, heirs)
@@ -604,13 +661,18 @@ def test_a_new_head_with_more_rows_starts_fresh_by_the_code_of_the_page(tmp_path
 def by_layer(layers: dict[str, float]) -> mfx.TransformOptimizer:
     """An optimizer with a group for each layer; the dict has the rate of each."""
     groups = [
-        {"params": [(f"{name}.weight", nn.Parameter(torch.ones(2, 2)))], "lr": rate} for name, rate in layers.items()
+        {"params": [(f"{name}.weight", nn.Parameter(torch.ones(2, 2)))], "lr": rate}
+        for name, rate in layers.items()
     ]
-    return mfx.TransformOptimizer(groups, mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1)))
+    return mfx.TransformOptimizer(
+        groups, mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1))
+    )
 
 
 def rates_by_layer(optimizer: mfx.TransformOptimizer) -> dict[str, float]:
-    return {group["param_names"][0].partition(".")[0]: group["lr"] for group in optimizer.param_groups}
+    return {
+        group["param_names"][0].partition(".")[0]: group["lr"] for group in optimizer.param_groups
+    }
 
 
 @pytest.mark.parametrize("load", [ck.load, ck.load_changed])
@@ -648,12 +710,17 @@ def test_groups_without_a_removed_layer_are_loaded_too(removed: str, tmp_path: P
     assert rates_by_layer(optimizer) == saved_rates
 
 
-@pytest.mark.filterwarnings("ignore:.*was saved with other numbers")  # some have another key in the code now
+@pytest.mark.filterwarnings(
+    "ignore:.*was saved with other numbers"
+)  # some have another key in the code now
 @pytest.mark.parametrize("wrap", ["skip_nonfinite", "chain", "partition"])
 def test_the_numbers_of_groups_move_with_the_chain(wrap: str, tmp_path: Path) -> None:
     model = model_of()
     inner = mfx.chain(
-        mfx.clip_by_global_norm(1.0), mfx.momentum(0.9), mfx.scale_by_rms(0.9), mfx.scale_by_learning_rate(0.1)
+        mfx.clip_by_global_norm(1.0),
+        mfx.momentum(0.9),
+        mfx.scale_by_rms(0.9),
+        mfx.scale_by_learning_rate(0.1),
     )
     optimizer = mfx.TransformOptimizer(model, inner)
     keys = [key for key, value in optimizer.param_groups[0].items() if isinstance(value, float)]
@@ -680,7 +747,9 @@ def test_the_numbers_of_groups_move_with_the_chain(wrap: str, tmp_path: Path) ->
 
 def test_a_number_that_two_transforms_could_have_is_not_given_to_both(tmp_path: Path) -> None:
     model = model_of()
-    saved = mfx.TransformOptimizer(model, mfx.chain(mfx.clip_by_global_norm(3.0), mfx.scale_by_learning_rate(0.1)))
+    saved = mfx.TransformOptimizer(
+        model, mfx.chain(mfx.clip_by_global_norm(3.0), mfx.scale_by_learning_rate(0.1))
+    )
     path = ck.save(tmp_path, saved)
     inner = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale_by_learning_rate(0.1))
     other = mfx.TransformOptimizer(model, mfx.chain(mfx.clip_by_global_norm(2.0), ("inner", inner)))
@@ -692,14 +761,18 @@ def test_a_number_that_two_transforms_could_have_is_not_given_to_both(tmp_path: 
     assert "'inner.clip_by_global_norm.max_norm' stay as in this optimizer" in account.groups
 
 
-def test_the_new_numbers_of_groups_stay_where_a_child_has_the_name_of_a_wrapper(tmp_path: Path) -> None:
+def test_the_new_numbers_of_groups_stay_where_a_child_has_the_name_of_a_wrapper(
+    tmp_path: Path,
+) -> None:
     """ "module." is the prefix of a wrapper only if all names begin with it."""
     names = ("module.weight", "weight")
     params = {name: nn.Parameter(torch.ones(2, 2)) for name in names}
     members = [mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1)]
     groups: list[Any] = [{"params": [(name, params[name])]} for name in names]
     path = ck.save(tmp_path, mfx.TransformOptimizer(groups, mfx.chain(*members)))
-    scaled_groups = [{**group, "scale.factor": factor} for group, factor in zip(groups, (2.0, 3.0), strict=True)]
+    scaled_groups = [
+        {**group, "scale.factor": factor} for group, factor in zip(groups, (2.0, 3.0), strict=True)
+    ]
     optimizer = mfx.TransformOptimizer(scaled_groups, mfx.chain(mfx.scale(1.0), *members))
     ck.load_changed(path, optimizer)
     assert [group["scale.factor"] for group in optimizer.param_groups] == [2.0, 3.0]
@@ -716,7 +789,10 @@ def test_an_account_of_other_groups_names_the_parameters_that_moved(tmp_path: Pa
     """And advises nothing that the caller has changed on purpose."""
     path = ck.save(tmp_path / "run", optimizer_of(model_of(), BEFORE), step=6)
     groups = ck.load_changed(path, optimizer_of(model_of(), AFTER)).groups
-    assert "because '4.weight' moved from group 'muon' to 'adamw'. The numbers of its groups come from" in groups
+    assert (
+        "because '4.weight' moved from group 'muon' to 'adamw'. The numbers of its groups come from"
+        in groups
+    )
     assert "at step 6:" in groups
     assert "last_epoch=5)" in groups
     for wrong_advice in ("allow_other_chain", "that was saved"):
@@ -729,7 +805,10 @@ def test_an_account_of_groups_of_other_parameters_without_labels(tmp_path: Path)
     path = ck.save(tmp_path / "run", mfx.TransformOptimizer(weights, tx))
     halves = [{"params": list(weights.items())[:2]}, {"params": list(weights.items())[2:]}]
     groups = ck.load_changed(path, mfx.TransformOptimizer(halves, tx)).groups
-    assert "this optimizer keeps its own, because the state dict has 1 groups, expected 2: create" in groups
+    assert (
+        "this optimizer keeps its own, because the state dict has 1 groups, expected 2: create"
+        in groups
+    )
     assert "which was saved without step=" in groups
 
 
@@ -746,7 +825,9 @@ def train_with(optimizer: Any, scheduler: Any, model: nn.Module, steps: range) -
         scheduler.step()
 
 
-@pytest.mark.parametrize("rates", [0.004, {"embedding": 0.004, "vector": 0.004}], ids=["same groups", "other groups"])
+@pytest.mark.parametrize(
+    "rates", [0.004, {"embedding": 0.004, "vector": 0.004}], ids=["same groups", "other groups"]
+)
 def test_a_new_scheduler_goes_on_at_the_step_of_the_checkpoint(rates: Any, tmp_path: Path) -> None:
     """It is created as the account and the page show. The rates are equal, so the run is that without a break."""
     model = model_of()
@@ -764,7 +845,9 @@ def test_a_new_scheduler_goes_on_at_the_step_of_the_checkpoint(rates: Any, tmp_p
     assert step == 16
     for group in continued.param_groups:
         group.setdefault("initial_lr", group["lr"])
-    new_scheduler = torch.optim.lr_scheduler.LambdaLR(continued, warmup_and_decay, last_epoch=step - 1)
+    new_scheduler = torch.optim.lr_scheduler.LambdaLR(
+        continued, warmup_and_decay, last_epoch=step - 1
+    )
     if isinstance(rates, dict):
         assert 'group.setdefault("initial_lr", group["lr"])' in account.groups
         assert "last_epoch=15)" in account.groups

@@ -15,7 +15,11 @@ from tests.checkpoint.common import assert_same_tree
 
 ck = mfx.checkpoint
 isal_zlib = pytest.importorskip("isal.isal_zlib")
-STATE = {"large": torch.arange(1_500_000.0), "small": torch.ones(3, dtype=torch.bfloat16), "none": torch.zeros(0)}
+STATE = {
+    "large": torch.arange(1_500_000.0),
+    "small": torch.ones(3, dtype=torch.bfloat16),
+    "none": torch.zeros(0),
+}
 
 
 def test_isal_is_used_if_it_is_installed():
@@ -32,7 +36,9 @@ def test_isal_has_the_values_of_zlib(tmp_path: Path):
         assert isal_zlib.crc32(file.read_bytes()) == zlib.crc32(file.read_bytes())
 
 
-@pytest.mark.parametrize(("writer", "reader"), [(zlib, isal_zlib), (isal_zlib, zlib)], ids=["zlib", "isal"])
+@pytest.mark.parametrize(
+    ("writer", "reader"), [(zlib, isal_zlib), (isal_zlib, zlib)], ids=["zlib", "isal"]
+)
 def test_a_checkpoint_that_one_has_written_verifies_with_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Any, reader: Any
 ):

@@ -21,7 +21,9 @@ def folder(tmp_path: Path) -> Path:
     tx = mfx.chain(mfx.momentum(), mfx.scale_by_adam(mu_dtype=torch.bfloat16))
     for step in (1, 2):
         params, state = trained(tx, small_params(), step)
-        ck.save(ck.step_path(tmp_path, step), state, tx=tx, params=params, step=step, extra={"seed": 7})
+        ck.save(
+            ck.step_path(tmp_path, step), state, tx=tx, params=params, step=step, extra={"seed": 7}
+        )
     return tmp_path
 
 
@@ -72,7 +74,9 @@ def test_names_from_a_stranger_cannot_write_to_the_terminal(tmp_path: Path, caps
 
 
 def test_clean_names_what_it_removes(folder: Path, capsys):
-    (left := ck.step_path(folder, 1) / f"data-{'0' * 16}-00000-of-00001.safetensors").write_bytes(b"unfinished")
+    (left := ck.step_path(folder, 1) / f"data-{'0' * 16}-00000-of-00001.safetensors").write_bytes(
+        b"unfinished"
+    )
     assert main(["clean", str(folder)]) == 0
     assert capsys.readouterr().out == f"{left}\n1 files removed\n"
 
@@ -80,7 +84,9 @@ def test_clean_names_what_it_removes(folder: Path, capsys):
 def test_a_reader_that_stops_early_gets_no_traceback(folder: Path):
     command = [sys.executable, "-m", "muonfx.checkpoint", "inspect", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     process.stdout.close()  # as `| head` does
     _, errors = process.communicate()

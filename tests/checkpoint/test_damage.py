@@ -39,7 +39,14 @@ TX = mfx.chain(mfx.momentum(dtype=None), mfx.scale_by_adam(), mfx.add_decayed_we
 @pytest.fixture
 def good(tmp_path: Path):
     _, state = TX.update(grads_like(PARAMS, 0), TX.init(PARAMS), PARAMS)
-    path = ck.save(tmp_path / "here", state, tx=TX, params=PARAMS, step=1, extra={"seed": 3, "losses": [1.0, 0.5]})
+    path = ck.save(
+        tmp_path / "here",
+        state,
+        tx=TX,
+        params=PARAMS,
+        step=1,
+        extra={"seed": 3, "losses": [1.0, 0.5]},
+    )
     return path, state
 
 
@@ -94,7 +101,13 @@ def test_thousands_of_damages_are_noticed(good, seed: int, number: int):
 
 def signed(body: Any) -> bytes:
     text = (body if isinstance(body, str) else json.dumps(body)).encode()
-    return b'{"sha256": "' + hashlib.sha256(text).hexdigest().encode() + b'",\n"index": ' + text + b"}\n"
+    return (
+        b'{"sha256": "'
+        + hashlib.sha256(text).hexdigest().encode()
+        + b'",\n"index": '
+        + text
+        + b"}\n"
+    )
 
 
 # fmt: off
@@ -107,7 +120,13 @@ VALUES = [
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [at, *(place for key, item in inner for place in places(item, (*at, key)))]
 
 
@@ -122,7 +141,9 @@ def edited(body: Any, draw: random.Random) -> Any:
     if kind == "drop":
         del holder[last]
     elif kind == "rename" and isinstance(holder, dict):
-        holder[draw.choice(["", "x", "__proto__", "a//b", last * 2, "trace/w", "params"])] = holder.pop(last)
+        holder[draw.choice(["", "x", "__proto__", "a//b", last * 2, "trace/w", "params"])] = (
+            holder.pop(last)
+        )
     elif kind == "twice" and isinstance(holder, list):
         holder.append(holder[last])
     elif kind == "number" and isinstance(holder[last], int):
@@ -151,7 +172,9 @@ def test_thousands_of_signed_edits_are_noticed_or_harmless(good, seed: int, numb
         outcomes[outcome] += 1
         if outcome == "fine" and isinstance(other, dict):
             # Only unused keys and boxes without elements have changed, and nothing on which bytes depend.
-            same = {key: value for key, value in body.items() if key not in TOLD and key != "leaves"}
+            same = {
+                key: value for key, value in body.items() if key not in TOLD and key != "leaves"
+            }
             assert {key: other[key] for key in same} == same
     assert set(outcomes) == {"CorruptError", "MismatchError", "FormatError", "fine"}
     assert outcomes["CorruptError"] > 0.5 * number
@@ -165,8 +188,16 @@ def test_thousands_of_signed_edits_are_noticed_or_harmless(good, seed: int, numb
         ("null", CorruptError, "has invalid contents"),
         ("9" * 10_000, CorruptError, "has invalid contents"),
         ('{"format": "muonfx checkpoint", "version": 1}', CorruptError, "has invalid contents"),
-        ('{"format": "something else", "version": 1}', FormatError, "has the format 'something else'"),
-        ('{"format": "muonfx checkpoint", "version": 2}', FormatError, "version 2 .* reads version 1: upgrade"),
+        (
+            '{"format": "something else", "version": 1}',
+            FormatError,
+            "has the format 'something else'",
+        ),
+        (
+            '{"format": "muonfx checkpoint", "version": 2}',
+            FormatError,
+            "version 2 .* reads version 1: upgrade",
+        ),
     ],
 )
 def test_texts_that_are_no_index(good, text: str, error: type[Exception], message: str):
@@ -183,7 +214,9 @@ def test_a_dtype_of_another_version_is_named_with_its_leaf(good):
         body["leaves"]["momentum/trace/embed.weight"]["dtype"] = "float4"
 
     sign(path, change)
-    with pytest.raises(CorruptError, match=r"'momentum/trace/embed\.weight' has the unknown dtype 'float4'"):
+    with pytest.raises(
+        CorruptError, match=r"'momentum/trace/embed\.weight' has the unknown dtype 'float4'"
+    ):
         ck.load(path, like=state)
 
 
@@ -194,7 +227,10 @@ def test_a_chunk_in_a_file_that_is_not_listed_is_named_with_its_leaf(good):
         body["leaves"]["momentum/trace/embed.weight"]["chunks"][0]["file"] = 5
 
     sign(path, change)
-    with pytest.raises(CorruptError, match=r"a chunk of 'momentum/trace/embed\.weight' is in file 5, and there are 1"):
+    with pytest.raises(
+        CorruptError,
+        match=r"a chunk of 'momentum/trace/embed\.weight' is in file 5, and there are 1",
+    ):
         ck.load(path, like=state)
 
 
@@ -240,7 +276,9 @@ def test_what_is_damaged_is_named(tmp_path: Path, number: int):
                 act()
 
     flip(data, begin + 2 * BLOCK + 100)
-    refused(f"{data}: the leaf 'trace/w' is damaged in bytes {begin + 2 * BLOCK} to {begin + 3 * BLOCK}")
+    refused(
+        f"{data}: the leaf 'trace/w' is damaged in bytes {begin + 2 * BLOCK} to {begin + 3 * BLOCK}"
+    )
     assert ck.latest(tmp_path) == last  # which reads no leaf
     with pytest.warns(UserWarning, match=r"step-000000002 is not used.*'trace/w' is damaged"):
         assert ck.latest(tmp_path, verify=True) == first
@@ -281,7 +319,10 @@ def test_a_damaged_leaf_is_named_among_many_that_are_read_together(tmp_path: Pat
     data = tmp_path / index.files[0].name
     with threads(number):
         loaded = ck.load(tmp_path, like=like)
-        assert all(torch.equal(loaded[name], like[name]) and loaded[name].dtype == like[name].dtype for name in like)
+        assert all(
+            torch.equal(loaded[name], like[name]) and loaded[name].dtype == like[name].dtype
+            for name in like
+        )
         whole = data.read_bytes()
         for name in ("w00", "w03", "w07", "w11"):
             flip(data, index.leaves[name].chunks[0].begin + index.leaves[name].spec.nbytes - 1)
@@ -388,7 +429,9 @@ def leaf(body: Any) -> Any:
 EDITS: dict[str, Callable[[Any], Any]] = {
     "a header of 50 GB": too_large,
     "a leaf of 2^70 elements": lambda body: leaf(body).update(shape=[2**35, 2**35]),
-    "a shape whose product overflows": lambda body: leaf(body).update(shape=[2**32, 2**32, 0, 2**63 - 1]),
+    "a shape whose product overflows": lambda body: leaf(body).update(
+        shape=[2**32, 2**32, 0, 2**63 - 1]
+    ),
     "a shape of a million dims": lambda body: leaf(body).update(shape=[1] * 10**6),
     "a shape of 100 dims": lambda body: (
         leaf(body).update(shape=[24] + [1] * 99),
@@ -397,10 +440,14 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "two leaves of the same bytes": lambda body: body["leaves"].update(copy=leaf(body)),
     "a leaf beyond the file": lambda body: leaf(body)["chunks"][0].update(begin=2**62),
     "a leaf before the leaves": lambda body: leaf(body)["chunks"][0].update(begin=0),
-    "a number of 5000 digits": lambda body: json.dumps(body).replace('"seed": 1', f'"seed": {"7" * 5000}'),
+    "a number of 5000 digits": lambda body: json.dumps(body).replace(
+        '"seed": 1', f'"seed": {"7" * 5000}'
+    ),
     "a step of 4000 digits": lambda body: body.update(step=int("7" * 4000)),
     "a name twice": lambda body: json.dumps(body).replace('"trace/b"', '"trace/w"'),
-    "a depth of 100,000": lambda body: json.dumps(body).replace('"seed": 1', f'"seed": {"[" * 10**5}{"]" * 10**5}'),
+    "a depth of 100,000": lambda body: json.dumps(body).replace(
+        '"seed": 1', f'"seed": {"[" * 10**5}{"]" * 10**5}'
+    ),
     "a file elsewhere": lambda body: body["files"][0].update(name="../../x.safetensors"),
     "a file with a null": lambda body: body["files"][0].update(name="x\0.safetensors"),
     "a name of a megabyte": lambda body: body["files"][0].update(name="x" * 10**6 + ".safetensors"),
@@ -434,13 +481,20 @@ def test_forged_files_end_in_an_error_of_ours_in_bounded_time_and_memory(tmp_pat
     assert len(outcomes) == len(made)
     for (what, _), lines in zip(made, map(str.splitlines, outcomes), strict=True):
         refused = lines[1:] if "as data" in what else lines  # of damaged data the index is good
-        of_the_path = {"NotFoundError"} | ({"CheckpointError"} if what.startswith("a link to itself") else set())
-        assert all(line.startswith("PATH") or line in of_the_path for line in refused), (what, lines)
+        of_the_path = {"NotFoundError"} | (
+            {"CheckpointError"} if what.startswith("a link to itself") else set()
+        )
+        assert all(line.startswith("PATH") or line in of_the_path for line in refused), (
+            what,
+            lines,
+        )
         assert "NotFoundError" not in refused or "nowhere" in what, (what, lines)
     assert last.startswith(f"{whole} ")
 
 
-def test_a_header_that_no_reader_would_take_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_header_that_no_reader_would_take_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from muonfx.checkpoint import index, writer
 
     monkeypatch.setattr(writer, "LONGEST_HEADER", 100)
@@ -464,7 +518,9 @@ def test_a_thousand_differences_are_ten_and_a_number(tmp_path: Path):
     assert "extra: ... and 990 more" in message
 
 
-def test_an_error_of_a_data_file_is_not_told_as_one_of_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_of_a_data_file_is_not_told_as_one_of_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path = ck.save(tmp_path / "one", {"w": torch.ones(4)})
 
     def too_many_files(self: object, numbers: object = None) -> None:

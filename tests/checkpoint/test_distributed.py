@@ -92,7 +92,11 @@ def mixed(tree: Any, here: Here, kinds: tuple[str, ...], seed: int) -> Any:
 def assert_is_layout_of(found: Any, whole: Any, wanted: Any) -> None:
     """That each leaf is laid out as wanted, and holds this rank's part of the whole."""
     for name, leaf, full, like in zip(
-        mfx.tree.names(whole), mfx.tree.leaves(found), mfx.tree.leaves(whole), mfx.tree.leaves(wanted), strict=True
+        mfx.tree.names(whole),
+        mfx.tree.leaves(found),
+        mfx.tree.leaves(whole),
+        mfx.tree.leaves(wanted),
+        strict=True,
     ):
         assert type(leaf) is type(like), name
         if isinstance(like, FlatShard):
@@ -105,17 +109,22 @@ def assert_is_layout_of(found: Any, whole: Any, wanted: Any) -> None:
             assert bits(leaf) == bits(full), name
 
 
-def save_mixed(here: Here, path: Path, seed: int, kinds: tuple[str, ...] = KINDS, **more: Any) -> Path:
+def save_mixed(
+    here: Here, path: Path, seed: int, kinds: tuple[str, ...] = KINDS, **more: Any
+) -> Path:
     state, params = tree_of(seed), tree_of(seed + 1)["momentum"].trace
     state, params = (mixed(tree, here, kinds, seed) for tree in (state, params))
     return ck.save(path, state, params=params, group=here.group, **more)
 
 
-def load_mixed(here: Here, path: Path, seed: int, layout: int, kinds: tuple[str, ...] = KINDS, **more: Any) -> None:
+def load_mixed(
+    here: Here, path: Path, seed: int, layout: int, kinds: tuple[str, ...] = KINDS, **more: Any
+) -> None:
     state, params = tree_of(seed), tree_of(seed + 1)["momentum"].trace
     like = mixed(state, here, kinds, layout)
     blank = mfx.tree.map(
-        lambda leaf: leaf.empty_like() if isinstance(leaf, FlatShard) else torch.empty_like(leaf), like
+        lambda leaf: leaf.empty_like() if isinstance(leaf, FlatShard) else torch.empty_like(leaf),
+        like,
     )
     assert_is_layout_of(ck.load(path, like=blank, group=here.group, **more), state, like)
     like = mixed(params, here, kinds, layout + 1)
@@ -141,7 +150,10 @@ def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) 
     elif here.rank == on and trouble == "no tensor":
         state["bad"] = 1.0
     elif here.rank == on:
-        wrong = {"other shape": torch.zeros(9, 6), "other dtype": torch.zeros(8, 6, dtype=torch.float64)}
+        wrong = {
+            "other shape": torch.zeros(9, 6),
+            "other dtype": torch.zeros(8, 6, dtype=torch.float64),
+        }
         state["momentum"].trace["matrix"] = wrong[trouble]
     try:
         ck.save(path, state, group=here.group, step=seed + 1)
@@ -169,7 +181,9 @@ def call_differently(here: Here, path: Path, what: str, argument: str) -> None:
     odd = here.rank == here.size - 1
     where = path / ("two" if odd and argument == "path" else "one")
     given: dict[str, Any] = (
-        {} if argument == "path" else {argument: {"step": int(odd), "extra": {"a": odd}}.get(argument, odd)}
+        {}
+        if argument == "path"
+        else {argument: {"step": int(odd), "extra": {"a": odd}}.get(argument, odd)}
     )
     if what == "save":
         ck.save(where, tree_of(0), group=here.group, **given)
@@ -209,13 +223,20 @@ def test_each_layout_stores_the_logical_tensors(world: World, tmp_path: Path, ki
     }
     stored = sum(file.nbytes - file.header_nbytes for file in many.files)
     assert stored == one.nbytes
-    assert_same_tree(dict(sorted(ck.read(tmp_path / "many").items())), dict(sorted(ck.read(tmp_path / "one").items())))
+    assert_same_tree(
+        dict(sorted(ck.read(tmp_path / "many").items())),
+        dict(sorted(ck.read(tmp_path / "one").items())),
+    )
     for path in (tmp_path / "many", tmp_path / "one"):
         world.check(4, load_mixed, path=path, seed=3, layout=3, kinds=(kind,))
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(12), *(pytest.param(range(at, at + 50), marks=pytest.mark.deep) for at in range(12, 1000, 50))]
+    "seeds",
+    [
+        range(12),
+        *(pytest.param(range(at, at + 50), marks=pytest.mark.deep) for at in range(12, 1000, 50)),
+    ],
 )
 @pytest.mark.parametrize("size", SIZES)
 @on_ranks()
@@ -224,11 +245,16 @@ def test_pieces_of_any_shape_and_cut_go_there_and_back(here: Here, tmp_path: Pat
     for seed in seeds:
         draw, path = random.Random(seed), tmp_path / str(seed)
         shapes = [[draw.choice(range(6)) for _ in range(draw.randrange(4))] for _ in range(6)]
-        whole = {str(place): torch.arange(float(prod(shape))).reshape(shape) for place, shape in enumerate(shapes)}
+        whole = {
+            str(place): torch.arange(float(prod(shape))).reshape(shape)
+            for place, shape in enumerate(shapes)
+        }
         own = slice(here.rank, here.rank + 2)
         one, other = (
             {
-                name: FlatShard.cut(leaf, *cuts(leaf.numel(), here.size, 7 * seed + turn + int(name))[own])
+                name: FlatShard.cut(
+                    leaf, *cuts(leaf.numel(), here.size, 7 * seed + turn + int(name))[own]
+                )
                 for name, leaf in whole.items()
             }
             for turn in (0, 1)
@@ -239,12 +265,20 @@ def test_pieces_of_any_shape_and_cut_go_there_and_back(here: Here, tmp_path: Pat
 
 @pytest.mark.parametrize("seed", [1, 2])
 @on_ranks(4)
-def test_a_save_in_the_background_keeps_what_was_there_when_it_began(here: Here, tmp_path: Path, seed: int):
+def test_a_save_in_the_background_keeps_what_was_there_when_it_began(
+    here: Here, tmp_path: Path, seed: int
+):
     """The state is overwritten at once."""
     state = mixed(tree_of(seed), here, KINDS, seed)
     saving = ck.save_async(tmp_path / "saved", state, group=here.background, step=seed)
     for leaf in mfx.tree.leaves(state):
-        local = leaf.data if isinstance(leaf, FlatShard) else leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        local = (
+            leaf.data
+            if isinstance(leaf, FlatShard)
+            else leaf.to_local()
+            if isinstance(leaf, DTensor)
+            else leaf
+        )
         local.zero_()
     assert saving.wait(60) == tmp_path / "saved"
     assert saving.done
@@ -262,15 +296,29 @@ def errors(results: list[object]) -> list[BaseException]:
     ("trouble", "kind", "message"),
     [
         ("no tensor", ck.CheckpointError, r"rank 1: .*'bad' is a float, expected a tensor"),
-        ("other shape", ck.CheckpointError, r"rank 0: .*matrix' is \((8|9), 6\) float32 on rank \d .* on rank \d"),
-        ("other dtype", ck.CheckpointError, r"rank 0: .*matrix' is \(8, 6\) float\d\d on rank \d .* on rank \d"),
-        ("no space", WriteError, r"rank 1: .* not written: No space left.*the previous checkpoint is unchanged"),
+        (
+            "other shape",
+            ck.CheckpointError,
+            r"rank 0: .*matrix' is \((8|9), 6\) float32 on rank \d .* on rank \d",
+        ),
+        (
+            "other dtype",
+            ck.CheckpointError,
+            r"rank 0: .*matrix' is \(8, 6\) float\d\d on rank \d .* on rank \d",
+        ),
+        (
+            "no space",
+            WriteError,
+            r"rank 1: .* not written: No space left.*the previous checkpoint is unchanged",
+        ),
         ("not shared", WriteError, r"rank 0: .* do all ranks use one file system\?"),
         ("hole", ck.CheckpointError, r"rank 0: .*piece.*"),
         ("overlap", ck.CheckpointError, r"rank 0: .*piece.*overlap"),
     ],
 )
-def test_trouble_on_one_rank_is_an_error_on_all_and_changes_nothing(world: World, tmp_path, trouble, kind, message):
+def test_trouble_on_one_rank_is_an_error_on_all_and_changes_nothing(
+    world: World, tmp_path, trouble, kind, message
+):
     path = tmp_path / "here"
     world.check(2, save_mixed, path=path, seed=4, kinds=("plain", "flat"))
     before = copies(path)
@@ -299,7 +347,9 @@ def test_a_missing_or_damaged_shard_is_named_on_all(world: World, tmp_path: Path
     path = tmp_path / "here"
     world.check(4, save_mixed, path=path, seed=4)
     monkeypatch.setattr(reader, "_MOST_OPEN", 2)
-    assert_same_tree(ck.load(path, like=tree_of(4)), tree_of(4))  # with fewer open files than ranks have written
+    assert_same_tree(
+        ck.load(path, like=tree_of(4)), tree_of(4)
+    )  # with fewer open files than ranks have written
     shards = sorted(path.glob("*.safetensors"))
     assert len(shards) == 4
     whole = shards[2].read_bytes()
@@ -313,9 +363,13 @@ def test_a_missing_or_damaged_shard_is_named_on_all(world: World, tmp_path: Path
         ck.load(path, like=tree_of(4))
 
 
-@pytest.mark.parametrize(("what", "done"), [("save", "WriteError: .* written"), ("load", "CheckpointError: .* loaded")])
+@pytest.mark.parametrize(
+    ("what", "done"), [("save", "WriteError: .* written"), ("load", "CheckpointError: .* loaded")]
+)
 @on_ranks(2)
-def test_a_rank_that_calls_alone_is_told_which_ranks_did_not(here: Here, tmp_path: Path, what: str, done: str):
+def test_a_rank_that_calls_alone_is_told_which_ranks_did_not(
+    here: Here, tmp_path: Path, what: str, done: str
+):
     """The others call other collectives meanwhile; then all do it together."""
     state, path = tree_of(1), tmp_path / "saved"
     calls = {
@@ -331,7 +385,9 @@ def test_a_rank_that_calls_alone_is_told_which_ranks_did_not(here: Here, tmp_pat
                 calls[what]()
         finally:
             waiting._timeout = kept
-        together = rf": nothing.*all ranks must call checkpoint\.{what} together, but rank 1 did not.*"
+        together = (
+            rf": nothing.*all ranks must call checkpoint\.{what} together, but rank 1 did not.*"
+        )
         said = f"{type(caught.value).__name__}: {caught.value}"
         assert re.fullmatch(done.replace(".* ", ".* was not ") + together, said)
     dist.all_reduce(torch.ones(3), group=here.group)
@@ -354,9 +410,17 @@ def test_the_newest_are_kept_by_ranks_too(world: World, tmp_path: Path):
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("what", "argument"),
-    [("save", "path"), ("save", "step"), ("save", "extra"), ("load", "path"), ("load", "allow_extra")],
+    [
+        ("save", "path"),
+        ("save", "step"),
+        ("save", "extra"),
+        ("load", "path"),
+        ("load", "allow_extra"),
+    ],
 )
-def test_arguments_that_differ_are_named_with_the_ranks(world: World, tmp_path: Path, what: str, argument: str):
+def test_arguments_that_differ_are_named_with_the_ranks(
+    world: World, tmp_path: Path, what: str, argument: str
+):
     for name in ("one", "two"):
         ck.save(tmp_path / name, tree_of(0))
     before = sorted(tmp_path.rglob("*"))
@@ -369,10 +433,14 @@ def test_arguments_that_differ_are_named_with_the_ranks(world: World, tmp_path: 
 
 def test_a_piece_without_a_group_is_refused(tmp_path: Path):
     piece = FlatShard((4,), 0, torch.zeros(2))
-    with pytest.raises(TypeError, match="'w' is a FlatShard, of which each rank holds a part: pass group="):
+    with pytest.raises(
+        TypeError, match="'w' is a FlatShard, of which each rank holds a part: pass group="
+    ):
         ck.save(tmp_path / "x", {"w": piece})
     ck.save(tmp_path / "y", {"w": torch.zeros(4)})
-    with pytest.raises(TypeError, match="'w' is a FlatShard, of which each rank holds a part: pass group="):
+    with pytest.raises(
+        TypeError, match="'w' is a FlatShard, of which each rank holds a part: pass group="
+    ):
         ck.load(tmp_path / "y", like={"w": piece})
 
 

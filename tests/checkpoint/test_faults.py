@@ -50,7 +50,11 @@ LOADS: dict[str, Callable[[Path], Any]] = {
     "inspect": ck.inspect,
     "latest": lambda path: ck.latest(path.parent),
 }
-HOW: dict[str, dict[str, Any]] = {"once": {}, "from then on": {"always": True}, "killed": {"kill": True}}
+HOW: dict[str, dict[str, Any]] = {
+    "once": {},
+    "from then on": {"always": True},
+    "killed": {"kill": True},
+}
 
 
 class Outcome(NamedTuple):
@@ -61,7 +65,9 @@ class Outcome(NamedTuple):
     text: str
 
 
-def prepare(folder: Path, *, earlier: tuple[int, ...] = (), replaces: bool = False, keep: int | None = None) -> Path:
+def prepare(
+    folder: Path, *, earlier: tuple[int, ...] = (), replaces: bool = False, keep: int | None = None
+) -> Path:
     """Make an empty folder with checkpoints of earlier steps; return the path of step 9."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -96,7 +102,9 @@ def run(folder: Path, work: Callable[[int, Any], Outcome], ranks: int) -> list[O
             group = None
             if ranks > 1:
                 shared, timeout = dist.FileStore(str(store), ranks), timedelta(seconds=60)
-                dist.init_process_group("gloo", store=shared, rank=rank, world_size=ranks, timeout=timeout)
+                dist.init_process_group(
+                    "gloo", store=shared, rank=rank, world_size=ranks, timeout=timeout
+                )
                 # The other rank may still be connecting; it could not, if this rank were killed at once.
                 shared.set(f"connected {rank}", "")
                 shared.wait([f"connected {other}" for other in range(ranks)])
@@ -120,16 +128,23 @@ def attempt(what: str, path: Path, on: int, at: int, how: str, rank: int, group:
             os.kill(os.getpid(), signal.SIGKILL)
         waiting._timeout = lambda group: timedelta(seconds=1)
     where = path.parent if rank == on else path.parent / "nothing"
-    with faults(where, at, reads=what in LOADS, **HOW[how]) as fault, warnings.catch_warnings(record=True) as told:
+    with (
+        faults(where, at, reads=what in LOADS, **HOW[how]) as fault,
+        warnings.catch_warnings(record=True) as told,
+    ):
         warnings.simplefilter("always")
         try:
             result = operate(what, path, rank, group)
         except CheckpointError as caught:
             error = caught
-    return Outcome(fault.failed, error, str(error or [str(warning.message) for warning in told] or result))
+    return Outcome(
+        fault.failed, error, str(error or [str(warning.message) for warning in told] or result)
+    )
 
 
-def sweep(folder: str, what: str, how: str, ranks: int, on: int, stride: int, first: int = 0) -> None:
+def sweep(
+    folder: str, what: str, how: str, ranks: int, on: int, stride: int, first: int = 0
+) -> None:
     """Let every call from number `first` on fail, or each `stride`-th, until the operation has no more calls."""
     made = Path(folder)
     runs, at, outcomes = made / "runs", -1 if how == "killed" and not first else first, set[bool]()
@@ -139,7 +154,9 @@ def sweep(folder: str, what: str, how: str, ranks: int, on: int, stride: int, fi
         over = found[on] is not None and not found[on].failed
         call = f"call {at}, {found[on].failed if found[on] is not None else 'killed'}"
         try:
-            assert how == "killed" or None not in found, "a rank raised an error that is not a CheckpointError"
+            assert how == "killed" or None not in found, (
+                "a rank raised an error that is not a CheckpointError"
+            )
             if what in SAVES:
                 outcomes.add(check_save(what, path, found, how))
             else:
@@ -181,7 +198,9 @@ def check_save(what: str, path: Path, found: list[Outcome | None], how: str) -> 
             if outcome.error.written:
                 assert "was written" in outcome.text
             else:
-                assert ("was not written" in outcome.text and not new) or "may have been written" in outcome.text
+                assert (
+                    "was not written" in outcome.text and not new
+                ) or "may have been written" in outcome.text
     if len(alive) == len(found):
         assert len({str(outcome.error) for outcome in alive}) == 1, "the ranks have other errors"
     assert_names_the_end(found)
@@ -202,7 +221,9 @@ def check_load(what: str, path: Path, found: list[Outcome | None], over: bool) -
     been verified before.
     """
     alive = [outcome for outcome in found if outcome is not None]
-    closes = any(outcome.failed.startswith(("close data-", "close index.json")) for outcome in alive)
+    closes = any(
+        outcome.failed.startswith(("close data-", "close index.json")) for outcome in alive
+    )
     for outcome in alive:
         if outcome.error is not None or what == "latest":  # which warns
             assert str(path.parent) in outcome.text or path.name in outcome.text
@@ -288,7 +309,8 @@ def test_faults_of_one_process_and_of_one_of_two_ranks_lose_nothing():
 
 
 @pytest.mark.parametrize(
-    ("seed", "tries"), [(0, 15), *(pytest.param(seed, 2000, marks=pytest.mark.deep) for seed in range(1, 5))]
+    ("seed", "tries"),
+    [(0, 15), *(pytest.param(seed, 2000, marks=pytest.mark.deep) for seed in range(1, 5))],
 )
 def test_a_writer_killed_at_any_time_leaves_the_previous_one(tmp_path: Path, seed: int, tries: int):
     run_apart(f"t.kill_writers({str(tmp_path)!r}, {seed}, {tries})")
@@ -306,7 +328,9 @@ def test_faults_at_every_second_call_of_one_process_lose_nothing(what: str, firs
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.deep) for first in (1, 2, 3))])
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.deep) for first in (1, 2, 3))]
+)
 @pytest.mark.parametrize("what", [*SAVES, "load"])
 def test_faults_at_every_fourth_call_of_one_of_two_ranks_lose_nothing(what: str, first: int):
     # The ranks, and the ways to fail, take turns at the calls. The four values of ``first`` together are every call.

@@ -52,7 +52,9 @@ def writer(*paths: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that saves to each path in turn, and waits for a line before it writes each index."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", WRITER, *map(str, paths)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
     try:
         yield process
     finally:
@@ -88,7 +90,10 @@ def test_saves_leave_the_files_of_a_running_save_and_remove_those_of_a_killed_on
     assert late.exists()  # its writer was killed
     ck.save(ck.step_path(tmp_path, 9), STATE, step=9, keep=2)
     assert not late.exists()
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-000000008", "step-000000009"]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "step-000000008",
+        "step-000000009",
+    ]
     assert data_bytes(tmp_path) < 2.1 * 4000 + 1000
 
 
@@ -102,7 +107,9 @@ def test_a_save_in_place_removes_the_files_of_a_killed_one(tmp_path: Path):
     assert len(list(path.iterdir())) == 2
 
 
-def test_files_of_another_machine_stay_and_latest_warns_with_path_and_bytes(tmp_path: Path, monkeypatch):
+def test_files_of_another_machine_stay_and_latest_warns_with_path_and_bytes(
+    tmp_path: Path, monkeypatch
+):
     ck.save(ck.step_path(tmp_path, 1), STATE, step=1)
     other = ck.step_path(tmp_path, 2)
     with writer(other) as process:
@@ -118,19 +125,27 @@ def test_files_of_another_machine_stay_and_latest_warns_with_path_and_bytes(tmp_
     assert ck.latest(tmp_path) == path
 
 
-def test_latest_does_not_warn_of_a_save_that_ends_after_the_folder_was_listed(tmp_path: Path, monkeypatch):
+def test_latest_does_not_warn_of_a_save_that_ends_after_the_folder_was_listed(
+    tmp_path: Path, monkeypatch
+):
     """Its unfinished index was listed, and is a complete index when the save is examined."""
     path = ck.step_path(tmp_path, 1)
     with writer(path) as process:
         require_line(process, "written")
-        unfinished = index.unfinished_index_name(index.save_id_of(next(path.glob("*.safetensors")).name))
+        unfinished = index.unfinished_index_name(
+            index.save_id_of(next(path.glob("*.safetensors")).name)
+        )
         listed = [*os.listdir(path), unfinished]
         assert process.stdin is not None
         print("go on", file=process.stdin, flush=True)
         require_line(process, "saved")
     listdir = os.listdir
-    monkeypatch.setattr(os, "listdir", lambda folder: listed if Path(folder) == path else listdir(folder))
-    monkeypatch.setattr(folder, "_names_in_index", lambda folder: set())  # a third save has replaced the index
+    monkeypatch.setattr(
+        os, "listdir", lambda folder: listed if Path(folder) == path else listdir(folder)
+    )
+    monkeypatch.setattr(
+        folder, "_names_in_index", lambda folder: set()
+    )  # a third save has replaced the index
     assert ck.latest(tmp_path) == path
 
 
@@ -181,7 +196,9 @@ def test_a_link_to_nowhere_is_named(tmp_path: Path, capsys):
 
 
 @pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="a system without unnamed files")
-def test_a_save_that_ends_while_it_makes_its_lock_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_save_that_ends_while_it_makes_its_lock_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def is_killed() -> bytes:
         raise KeyboardInterrupt
 
@@ -216,14 +233,22 @@ class FailingStat:
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_a_file_whose_status_cannot_be_read_is_an_error_of_ours_and_stays(tmp_path: Path, monkeypatch, query: str):
+def test_a_file_whose_status_cannot_be_read_is_an_error_of_ours_and_stays(
+    tmp_path: Path, monkeypatch, query: str
+):
     for first_failure in itertools.count():
         folder = tmp_path / str(first_failure)
         for step in (1, 2):
             ck.save(ck.step_path(folder, step), STATE, step=step)
-        (ck.step_path(folder, 1) / "data-0123456789abcdef-00000-of-00001.safetensors").touch()  # of a save that ended
+        (
+            ck.step_path(folder, 1) / "data-0123456789abcdef-00000-of-00001.safetensors"
+        ).touch()  # of a save that ended
         failing_stat = FailingStat(folder, first_failure)
-        with monkeypatch.context() as patched, warnings.catch_warnings(), suppress(ck.CheckpointError):
+        with (
+            monkeypatch.context() as patched,
+            warnings.catch_warnings(),
+            suppress(ck.CheckpointError),
+        ):
             patched.setattr(os, "stat", failing_stat)
             warnings.simplefilter("ignore")
             QUERIES[query](folder)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
@@ -19,7 +21,9 @@ from tests.checkpoint.common import bits
 from tests.processes import Here, World
 
 ck = mfx.checkpoint
-load_module = importlib.import_module("muonfx.checkpoint.load")  # `muonfx.checkpoint.load` is the function
+load_module = importlib.import_module(
+    "muonfx.checkpoint.load"
+)  # `muonfx.checkpoint.load` is the function
 
 SCHEDULERS: dict[str, Any] = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
@@ -29,7 +33,9 @@ SCHEDULERS: dict[str, Any] = {
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
     "sequence": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [3]
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [3],
     ),
 }
 
@@ -66,14 +72,21 @@ def train(model: nn.Module, optimizer: Any, scheduler: Any, steps: range) -> Non
 
 def whole(model: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     """All that a run consists of, as values that can be compared."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     state = {name: bits(param) for name, param in model.named_parameters()}
     entries = {
         (name, key): bits(value)
         for name, param in model.named_parameters()
         for key, value in optimizer.state[param].items()
     }
-    kept = {} if scheduler is None else {k: v for k, v in scheduler.state_dict().items() if k != "_schedulers"}
+    kept = (
+        {}
+        if scheduler is None
+        else {k: v for k, v in scheduler.state_dict().items() if k != "_schedulers"}
+    )
     return {"params": state, "state": entries, "groups": groups, "scheduler": repr(kept)}
 
 
@@ -89,7 +102,9 @@ def save_run(here: Here | None, path: Path, kind: str | None = None) -> dict[str
     return whole(model, optimizer, scheduler)
 
 
-def resume_run(here: Here | None, path: Path, kind: str | None = None, shard_late: bool = False) -> dict[str, Any]:
+def resume_run(
+    here: Here | None, path: Path, kind: str | None = None, shard_late: bool = False
+) -> dict[str, Any]:
     """Load a run into a new model, which is sharded before or, with ``shard_late``, after the optimizer is made."""
     model = model_of(None if shard_late else here, seed=1)
     optimizer = muon(model)
@@ -109,16 +124,23 @@ def resume_run(here: Here | None, path: Path, kind: str | None = None, shard_lat
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_run_with_any_scheduler_goes_on_bitwise(tmp_path: Path, kind: str):
-    assert resume_run(None, save_run(None, tmp_path, kind) and tmp_path, kind) == save_run(None, tmp_path, kind)
+    assert resume_run(None, save_run(None, tmp_path, kind) and tmp_path, kind) == save_run(
+        None, tmp_path, kind
+    )
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("savers", [1, 2, 3])
-def test_a_sharded_optimizer_loads_on_any_number_of_ranks(world: World, tmp_path: Path, savers: int):
+def test_a_sharded_optimizer_loads_on_any_number_of_ranks(
+    world: World, tmp_path: Path, savers: int
+):
     saved = world.check(savers, save_run, path=tmp_path, kind="cosine")
     for loaders in {1, 2, 3}:
         for loaded in world.check(loaders, resume_run, path=tmp_path, kind="cosine"):
-            assert (loaded["groups"], loaded["scheduler"]) == (saved[0]["groups"], saved[0]["scheduler"])
+            assert (loaded["groups"], loaded["scheduler"]) == (
+                saved[0]["groups"],
+                saved[0]["scheduler"],
+            )
             if loaders == savers:
                 assert loaded == saved[0]
     resume_run(None, tmp_path, "cosine")  # in one process
@@ -158,7 +180,9 @@ def save_and_load_buffers(here: Here | None, path: Path) -> None:
     model(torch.randn(8, 4)).square().sum().backward()
     optimizer.step()
     if here is not None and here.size > 1:
-        with pytest.raises(ck.CheckpointError, match=r"'params/norm\.running_mean' has other values on rank 1"):
+        with pytest.raises(
+            ck.CheckpointError, match=r"'params/norm\.running_mean' has other values on rank 1"
+        ):
             ck.save(path, optimizer, params=model.state_dict())
         for buffer in model.buffers():
             torch.distributed.broadcast(buffer, group=here.group, group_src=0)
@@ -183,7 +207,8 @@ def load_whole_tensors(here: Here) -> None:
     optimizer = muon(model_of(here))
     before = [bits(leaf) for leaf in mfx.tree.tensors(optimizer.transform_state)]
     whole_state = mfx.tree.map(
-        lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, optimizer.transform_state
+        lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf,
+        optimizer.transform_state,
     )
     with pytest.raises(ValueError, match=r"is a plain tensor, expected a DTensor"):
         optimizer.load_transform_state(whole_state)
@@ -197,7 +222,9 @@ def test_whole_tensors_are_no_state_of_sharded_parameters(world: World):
 
 def replicated_states(here: Here, path: Path) -> list[bytes]:
     """Save state that only the owners of matrices have, and return what `state_dict` shows after a load."""
-    kinds = mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(), mfx.normalize_neurons(), mfx.scale(-0.1))
+    kinds = mfx.chain(
+        mfx.momentum(0.9), mfx.orthogonalize(), mfx.normalize_neurons(), mfx.scale(-0.1)
+    )
     results: list[Any] = []
     for seed in (0, 1):
         model = nn.Linear(6, 5, bias=False)
@@ -227,7 +254,9 @@ def load_under_zero(here: Here, path: Path, partition: Any) -> None:
     """Save and load state that only the owners of matrices have: it is None on the other ranks."""
     whole = {"a": torch.ones(4, 3), "b": torch.ones(3, 4)}
     layout = mfx.sharding.zero(whole, here.group, partition=partition)
-    kinds = mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(), mfx.normalize_neurons(), mfx.scale(-0.1))
+    kinds = mfx.chain(
+        mfx.momentum(0.9), mfx.orthogonalize(), mfx.normalize_neurons(), mfx.scale(-0.1)
+    )
     states: list[list[Any]] = []
     for run in range(2):
         params = {name: nn.Parameter(shard.clone()) for name, shard in layout.shard(whole).items()}
@@ -274,7 +303,9 @@ def start_of_a_resumed_run(here: Here, path: Path) -> list[float]:
 
 
 @pytest.mark.dist
-def test_loaded_state_of_dtensors_is_kept_if_it_equals_the_initial_state(world: World, tmp_path: Path):
+def test_loaded_state_of_dtensors_is_kept_if_it_equals_the_initial_state(
+    world: World, tmp_path: Path
+):
     for start in world.check(2, start_of_a_resumed_run, path=tmp_path):
         assert start == [1.0] * 4
 
@@ -319,12 +350,15 @@ def test_a_weight_of_the_checkpoint_is_left_out_on_request(tmp_path: Path):
         assert all(torch.equal(param, saved[name]) for name, param in others.items())
     new = {**params, "new": torch.nn.Parameter(torch.zeros(2))}
     with pytest.raises(
-        ck.MismatchError, match=r"'params/new'[\s\S]*without params=, [\s\S]*load_params\(path, params, "
+        ck.MismatchError,
+        match=r"'params/new'[\s\S]*without params=, [\s\S]*load_params\(path, params, ",
     ):
         ck.load(tmp_path, optimizer, params=new)
 
 
-def test_state_and_weights_of_two_saves_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_state_and_weights_of_two_saves_are_not_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     model = model_of()
     optimizer = muon(model)
     params = dict(model.named_parameters())
@@ -336,7 +370,9 @@ def test_state_and_weights_of_two_saves_are_not_mixed(tmp_path: Path, monkeypatc
         return read_params(*args)
 
     monkeypatch.setattr(load_module, "_params_of_save", replace_and_read)
-    with pytest.raises(ck.CheckpointError, match="was replaced while it was read, and nothing was loaded"):
+    with pytest.raises(
+        ck.CheckpointError, match="was replaced while it was read, and nothing was loaded"
+    ):
         ck.load(tmp_path, optimizer, params=params)
 
 
@@ -368,12 +404,16 @@ def test_nothing_is_restored_by_half(tmp_path: Path):
     ck.load(tmp_path / "all", optimizer, allow_extra=["scheduler"])
     ck.load(tmp_path / "groups", optimizer, scheduler=scheduler, allow_missing=["scheduler"])
     ck.load(tmp_path / "state", optimizer, allow_missing="param_groups")
-    ck.load(tmp_path / "all", optimizer.transform_state, tx=optimizer.transform)  # the tensors only, as a tree
+    ck.load(
+        tmp_path / "all", optimizer.transform_state, tx=optimizer.transform
+    )  # the tensors only, as a tree
 
 
 def test_other_groups_are_an_error_that_says_how_to_keep_the_new_ones(tmp_path: Path):
     model = model_of()
-    old = mfx.TransformOptimizer(model, mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1)))
+    old = mfx.TransformOptimizer(
+        model, mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1))
+    )
     pairs = list(model.named_parameters())
     new = mfx.TransformOptimizer(
         [{"params": pairs[:2], "lr": 0.3}, {"params": pairs[2:]}],
@@ -391,14 +431,18 @@ def test_a_schedule_goes_on_and_its_kind_comes_from_the_code(tmp_path: Path):
     rates = [mfx.cosine_decay_schedule(0.1, 10), mfx.cosine_decay_schedule(0.1, 20)]
     for rate in rates:
         model = model_of()
-        optimizer = mfx.TransformOptimizer(model, mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(rate)))
+        optimizer = mfx.TransformOptimizer(
+            model, mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(rate))
+        )
         if rate is rates[0]:
             train(model, optimizer, None, range(3))
             ck.save(tmp_path, optimizer)
         else:
             with pytest.warns(UserWarning, match="the code's is used"):
                 ck.load(tmp_path, optimizer, allow_other_chain=True)
-    counts = [leaf for leaf in mfx.tree.leaves(optimizer.transform_state) if leaf.dtype == torch.int64]
+    counts = [
+        leaf for leaf in mfx.tree.leaves(optimizer.transform_state) if leaf.dtype == torch.int64
+    ]
     assert counts
     assert all(count == 3 for count in counts)
 
@@ -433,7 +477,9 @@ def test_arguments_that_do_not_go_together(tmp_path: Path):
     with pytest.raises(TypeError, match="param_groups/0/own"):
         ck.save(tmp_path, optimizer)
     with pytest.raises(ValueError, match="shape"):
-        optimizer.load_transform_state(mfx.tree.map(lambda leaf: leaf[None], optimizer.transform_state))
+        optimizer.load_transform_state(
+            mfx.tree.map(lambda leaf: leaf[None], optimizer.transform_state)
+        )
 
 
 class Layers(nn.Module):
@@ -488,7 +534,9 @@ def _split(*globs: str) -> mfx.Transform:
     ],
     ids=["another order of patterns", "another value"],
 )
-def test_renaming_excuses_no_other_difference_of_chains(before: mfx.Transform, after: mfx.Transform, tmp_path: Path):
+def test_renaming_excuses_no_other_difference_of_chains(
+    before: mfx.Transform, after: mfx.Transform, tmp_path: Path
+):
     state = {"m": {"x": torch.ones(6, 4)}}
     path = ck.save(tmp_path, state, tx=before)
     with pytest.raises(ck.MismatchError, match="chain"):

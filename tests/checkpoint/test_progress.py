@@ -38,7 +38,9 @@ def test_a_long_save_replaces_one_line_of_a_terminal(tmp_path: Path, terminal: T
     assert terminal.getvalue() == LINE + ERASED
 
 
-def test_a_line_is_erased_after_an_error(tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
+def test_a_line_is_erased_after_an_error(
+    tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+):
     def fail(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -48,7 +50,9 @@ def test_a_line_is_erased_after_an_error(tmp_path: Path, terminal: Terminal, mon
     assert terminal.getvalue() == LINE + ERASED
 
 
-def test_a_short_or_small_save_shows_nothing(tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
+def test_a_short_or_small_save_shows_nothing(
+    tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+):
     ck.save(tmp_path / "small", {"w": STATE["w"][:999]})
     monkeypatch.setattr(progress, "SECONDS_BEFORE_BYTES", 100.0)
     ck.save(tmp_path / "short", STATE)

@@ -15,7 +15,14 @@ import muonfx as mfx
 from muonfx.checkpoint import FlatShard
 from muonfx.checkpoint.index import Chunk, DataFile
 from muonfx.checkpoint.leaves import whole_box
-from muonfx.checkpoint.writer import PlannedLeaf, ProposedLeaf, WrittenShards, merged, plan_of, shards_to_write
+from muonfx.checkpoint.writer import (
+    PlannedLeaf,
+    ProposedLeaf,
+    WrittenShards,
+    merged,
+    plan_of,
+    shards_to_write,
+)
 from muonfx.sharding.shards.boxes import Box
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.processes import Here, World, errors_of
@@ -41,7 +48,9 @@ def whole_tree() -> dict[str, Any]:
 def replica_of(leaf: Tensor, layout: str, here: Here) -> Any:
     """A leaf of which the last two ranks hold the same part."""
     if layout == "hsdp" and leaf.ndim:
-        return distribute_tensor(leaf.clone(), here.grid, [Replicate(), Shard(0)], src_data_rank=None)
+        return distribute_tensor(
+            leaf.clone(), here.grid, [Replicate(), Shard(0)], src_data_rank=None
+        )
     if layout == "meshes of one rank":
         alone = DeviceMesh("cpu", [here.rank], _init_backend=False)
         return DTensor.from_local(leaf.clone(), alone, [Replicate()], run_check=False)
@@ -63,7 +72,13 @@ def local_values(leaf: Any) -> Tensor:
 
 
 def save_with_another_bit(
-    here: Here, path: Path, layout: str, name: str | None, ranks: tuple[int, ...], *, in_background: bool
+    here: Here,
+    path: Path,
+    layout: str,
+    name: str | None,
+    ranks: tuple[int, ...],
+    *,
+    in_background: bool,
 ) -> None:
     """Save a tree of replicas, in which a few ranks have one other bit in the leaf ``name``."""
     tree = mfx.tree.map(lambda leaf: replica_of(leaf, layout, here), whole_tree())
@@ -89,31 +104,54 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("layout", "size", "ranks", "where", "in_background"), LAYOUTS)
 def test_replicas_that_differ_in_one_bit_are_an_error_that_names_leaf_and_ranks(
-    world: World, tmp_path: Path, layout: str, size: int, ranks: tuple[int, ...], where: str, in_background: bool
+    world: World,
+    tmp_path: Path,
+    layout: str,
+    size: int,
+    ranks: tuple[int, ...],
+    where: str,
+    in_background: bool,
 ):
     path = tmp_path / "saved"
-    arguments: dict[str, Any] = {"path": path, "layout": layout, "ranks": ranks, "in_background": in_background}
+    arguments: dict[str, Any] = {
+        "path": path,
+        "layout": layout,
+        "ranks": ranks,
+        "in_background": in_background,
+    }
     world.check(size, save_with_another_bit, name=None, **arguments)
     assert_same_tree(ck.load(path, like=whole_tree()), whole_tree())
     before = copies(path)
-    for name, leaf_name in {"first": "first", "half": "layers/half", "codes": "layers/codes"}.items():
+    for name, leaf_name in {
+        "first": "first",
+        "half": "layers/half",
+        "codes": "layers/codes",
+    }.items():
         errors = errors_of(world.run(size, save_with_another_bit, name=name, **arguments))
         assert len({str(error) for error in errors}) == 1  # equally on every rank
         assert isinstance(errors[0], ck.CheckpointError)
         assert f"the leaf {leaf_name!r} has other values on " in str(errors[0])
         assert re.search(where, str(errors[0]))
         assert copies(path) == before  # the previous checkpoint, and no other file
-    errors_of(world.run(size, save_with_another_bit, name="first", **{**arguments, "path": tmp_path / "new"}))
+    errors_of(
+        world.run(
+            size, save_with_another_bit, name="first", **{**arguments, "path": tmp_path / "new"}
+        )
+    )
     assert not (tmp_path / "new").exists()
 
 
 def save_values(here: Here, path: Path, bits: list[int]) -> None:
     """Save one float32 per rank, given by its bits."""
     value = struct.unpack("<i", struct.pack("<I", bits[here.rank]))[0]
-    ck.save(path, {"w": torch.tensor([value], dtype=torch.int32).view(torch.float32)}, group=here.group)
+    ck.save(
+        path, {"w": torch.tensor([value], dtype=torch.int32).view(torch.float32)}, group=here.group
+    )
 
 
-def test_bits_are_compared_so_nan_equals_itself_and_signed_zeros_differ(world: World, tmp_path: Path):
+def test_bits_are_compared_so_nan_equals_itself_and_signed_zeros_differ(
+    world: World, tmp_path: Path
+):
     nan, other_nan, negative_zero = 0x7FC00000, 0x7FC00001, 0x80000000
     world.check(2, save_values, path=tmp_path / "nan", bits=[nan, nan])
     for bits in ([nan, other_nan], [0, negative_zero]):
@@ -189,7 +227,9 @@ def test_the_error_counts_the_other_leaves_that_differ() -> None:
     box = whole_box((2,))
     leaves_of_rank: list[dict[str, ProposedLeaf]] = []
     for checksum in ("cpu 1", "cpu 1", "cpu 2"):
-        leaves_of_rank.append({name: ProposedLeaf(spec, True, {box: checksum}) for name in ("a", "b", "c")})
+        leaves_of_rank.append(
+            {name: ProposedLeaf(spec, True, {box: checksum}) for name in ("a", "b", "c")}
+        )
     text = r"the leaf 'a' has other values on rank 2 than on rank 0 \(and 2 other leaves differ\), expected equal bits"
     with pytest.raises(ck.CheckpointError, match=text):
         plan_of(leaves_of_rank)
@@ -209,9 +249,18 @@ def test_all_ranks_write_about_the_same_number_of_bytes() -> None:
 def test_the_parts_of_a_leaf_are_in_the_order_of_the_tensor() -> None:
     """Whatever rank has written which part, so that the index does not depend on the ranks."""
     boxes = [Box((2,), (2,)), Box((0,), (2,))]  # of the ranks 0 and 1
-    plan = {"w": PlannedLeaf(mfx.tree.Spec((4,), torch.float32), {box: [rank] for rank, box in enumerate(boxes)})}
+    plan = {
+        "w": PlannedLeaf(
+            mfx.tree.Spec((4,), torch.float32), {box: [rank] for rank, box in enumerate(boxes)}
+        )
+    }
     written: list[WrittenShards] = []
     for rank, box in enumerate(boxes):
-        written.append(WrittenShards(DataFile(f"rank {rank}", 8, 0, ""), [("w", Chunk(0, 0, box, ()))]))
+        written.append(
+            WrittenShards(DataFile(f"rank {rank}", 8, 0, ""), [("w", Chunk(0, 0, box, ()))])
+        )
     _, leaves = merged(written, plan)
-    assert [(chunk.file, chunk.box.offsets) for chunk in leaves["w"].chunks] == [(1, (0,)), (0, (2,))]
+    assert [(chunk.file, chunk.box.offsets) for chunk in leaves["w"].chunks] == [
+        (1, (0,)),
+        (0, (2,)),
+    ]

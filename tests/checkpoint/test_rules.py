@@ -120,7 +120,10 @@ def model_of(wrapper: str) -> nn.Module:
 
 def transform_for(model: nn.Module) -> mfx.Transform:
     return mfx.muon_with_adamw(
-        0.1, 0.01, labels=mfx.default_labels(model), orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+        0.1,
+        0.01,
+        labels=mfx.default_labels(model),
+        orthogonalize=mfx.orthogonalize(dtype=torch.float32),
     )
 
 
@@ -141,7 +144,9 @@ def test_a_checkpoint_under_any_wrappers_has_plain_names_and_loads_under_any_oth
         names = sorted(ck.read(ck.save(tmp_path / wrapper, state, tx=tx, params=params)))
         assert [name for name in names if name.startswith("params/")] == plain
         assert "muon/momentum/trace/up.weight" in names  # alone there, and within `module`
-        assert list(mfx.spec(tx, params)) == [name for name in names if not name.startswith("params/")]
+        assert list(mfx.spec(tx, params)) == [
+            name for name in names if not name.startswith("params/")
+        ]
     for one, other in PAIRS:
         tx, params, state = made[other]
         assert_same_tree(ck.load(tmp_path / one, like=tx.init(params), tx=tx), state)
@@ -150,7 +155,9 @@ def test_a_checkpoint_under_any_wrappers_has_plain_names_and_loads_under_any_oth
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[bytes]:
     params = list(model.parameters())
-    for param, grad in zip(params, grads_like([param.detach() for param in params], seed), strict=True):
+    for param, grad in zip(
+        params, grads_like([param.detach() for param in params], seed), strict=True
+    ):
         param.grad = grad
     optimizer.step()
     return [bits(param) for param in params]
@@ -158,7 +165,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[
 
 def test_an_optimizers_state_dict_under_any_wrappers_loads_under_any_other():
     models = {wrapper: model_of(wrapper) for wrapper in WRAPPERS}
-    made = {wrapper: mfx.TransformOptimizer(model, transform_for(model)) for wrapper, model in models.items()}
+    made = {
+        wrapper: mfx.TransformOptimizer(model, transform_for(model))
+        for wrapper, model in models.items()
+    }
     saved, values, expected = {}, [], []
     for wrapper, optimizer in made.items():
         step(models[wrapper], optimizer, 1)
@@ -182,14 +192,21 @@ def test_labels_are_found_under_any_wrappers():
         state = tx.init(params)
         assert (len(state["muon"].trace), len(state["adamw"].mu)) == (2, 5)
         assert tx.fingerprint == plain.fingerprint
-        assert mfx.partition(parts, dict.fromkeys(params, "adamw")).fingerprint == by_hand.fingerprint
+        assert (
+            mfx.partition(parts, dict.fromkeys(params, "adamw")).fingerprint == by_hand.fingerprint
+        )
 
 
 def test_names_that_are_equal_without_wrappers_are_refused(tmp_path: Path):
     leaf = nn.Parameter(torch.zeros(2))
     both = {"up": leaf, "_orig_mod.up": nn.Parameter(torch.zeros(2))}
-    with pytest.raises(ValueError, match="two leaves have the name 'trace/up' when the prefixes of wrappers"):
-        ck.save(tmp_path / "a", mfx.momentum().init({name: param.detach() for name, param in both.items()}))
+    with pytest.raises(
+        ValueError, match="two leaves have the name 'trace/up' when the prefixes of wrappers"
+    ):
+        ck.save(
+            tmp_path / "a",
+            mfx.momentum().init({name: param.detach() for name, param in both.items()}),
+        )
     assert not (tmp_path / "a").exists()
 
 
@@ -216,7 +233,10 @@ def test_an_optimizers_parameters_are_renamed_on_load():
         other.load_state_dict(saved, rename=rename)
         mine, theirs = one.state[old[1].weight], other.state[new.second.weight]
         assert torch.equal(mine["scale_by_adam.mu"], theirs["scale_by_adam.mu"])
-    groups = [{key: value for key, value in group.items() if key != "param_names"} for group in saved["param_groups"]]
+    groups = [
+        {key: value for key, value in group.items() if key != "param_names"}
+        for group in saved["param_groups"]
+    ]
     with pytest.raises(ValueError, match="the state dict has no 'param_names'"):
         other.load_state_dict({**saved, "param_groups": groups}, rename=levels)
 
@@ -231,7 +251,9 @@ def test_leaves_are_renamed_by_patterns(tmp_path: Path):
     by_patterns = {"*/encoder.*": "*/model.enc.*", "*/head": "*/model.head"}
     back = ck.load(path, like=like, rename=by_patterns)
     assert torch.equal(back.mu["model.enc.b"], leaf)
-    with pytest.raises(MismatchError, match=r"rename: .*both 'mu/encoder.a' and 'mu/encoder.b' would be 'mu/one'"):
+    with pytest.raises(
+        MismatchError, match=r"rename: .*both 'mu/encoder.a' and 'mu/encoder.b' would be 'mu/one'"
+    ):
         ck.load(path, like=like, rename={"*/encoder.a": "*/one", "*/encoder.b": "*/one"})
     with pytest.raises(MismatchError, match=r"rename: .*'_orig_mod\.x' matches no leaf"):
         ck.load(path, like=like, rename={"_orig_mod.x": "y"})
@@ -244,14 +266,22 @@ def test_a_pattern_that_allows_nothing_is_an_error(tmp_path: Path, what: str):
     for pattern in ("tracer", ["trace", "*.c"], "trace/a*z"):
         with pytest.raises(MismatchError, match=f"{what}: .* matches no leaf"):
             ck.load(path, like=state, **{what: pattern})
-    ck.load(path, like=state, **{what: ["trace/a", "*/b"]})  # they are there: the next checkpoint may lack them
+    ck.load(
+        path, like=state, **{what: ["trace/a", "*/b"]}
+    )  # they are there: the next checkpoint may lack them
 
 
-MODEL = {"h.0.fc.weight": torch.ones(3, 3), "h.1.fc.weight": torch.ones(3, 3), "wte.weight": torch.ones(4, 3)}
+MODEL = {
+    "h.0.fc.weight": torch.ones(3, 3),
+    "h.1.fc.weight": torch.ones(3, 3),
+    "wte.weight": torch.ones(4, 3),
+}
 
 
 def recipe() -> mfx.Transform:
-    return mfx.muon_with_adamw(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32), labels=default_labels_by_name)
+    return mfx.muon_with_adamw(
+        0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32), labels=default_labels_by_name
+    )
 
 
 def printed(message: str) -> dict[str, str] | None:
@@ -279,7 +309,12 @@ LABELS = {"adamw": "adamw", "muon": "muon"}
 WRAPPED = {  # the transform, a wrapper of it, and the first levels of names inside and outside
     "in a chain": (recipe(), lambda tx: mfx.chain(CLIP, tx), LABELS, "partition/"),
     "named": (recipe(), lambda tx: mfx.chain(CLIP, ("opt", tx)), LABELS, "opt/"),
-    "named chain": (ADAM, lambda tx: mfx.chain(CLIP, ("opt", tx)), {"scale_by_adam": "scale_by_adam"}, "opt/"),
+    "named chain": (
+        ADAM,
+        lambda tx: mfx.chain(CLIP, ("opt", tx)),
+        {"scale_by_adam": "scale_by_adam"},
+        "opt/",
+    ),
     "two chains": (
         recipe(),
         lambda tx: mfx.chain(CLIP, ("outer", mfx.chain(CLIP, ("inner", tx)))),
@@ -295,7 +330,12 @@ WRAPPED = {  # the transform, a wrapper of it, and the first levels of names ins
     "accumulate": (recipe(), lambda tx: mfx.accumulate(tx, 2), LABELS, "inner/"),
     "skip_nonfinite": (recipe(), lambda tx: mfx.skip_nonfinite(tx), LABELS, "inner/"),
     "ema beside": (recipe(), lambda tx: mfx.chain(tx, mfx.ema_params(0.9)), LABELS, "partition/"),
-    "bare": (mfx.momentum(), lambda tx: mfx.chain(tx, mfx.scale(-1.0)), {"trace": "trace"}, "momentum/"),
+    "bare": (
+        mfx.momentum(),
+        lambda tx: mfx.chain(tx, mfx.scale(-1.0)),
+        {"trace": "trace"},
+        "momentum/",
+    ),
     "suffix": (
         mfx.chain(("a", mfx.momentum()), ("a_2", mfx.momentum(0.5))),
         lambda tx: mfx.chain(CLIP, ("a", tx)),
@@ -308,7 +348,9 @@ WRAPPED = {  # the transform, a wrapper of it, and the first levels of names ins
 @pytest.mark.parametrize(("inner", "wrap", "levels", "outside"), WRAPPED.values(), ids=WRAPPED)
 @pytest.mark.parametrize("into", [True, False], ids=["into", "out of"])
 @pytest.mark.filterwarnings("ignore:accumulate|default_labels")
-def test_a_recipe_is_found_in_another_chain_and_out_of_it(inner, wrap, levels, outside, into, tmp_path):
+def test_a_recipe_is_found_in_another_chain_and_out_of_it(
+    inner, wrap, levels, outside, into, tmp_path
+):
     outer = wrap(inner)
     source, target = (inner, outer) if into else (outer, inner)
     path = ck.save(tmp_path / "saved", trained(source, MODEL)[1], tx=source)
@@ -321,13 +363,17 @@ def test_a_recipe_is_found_in_another_chain_and_out_of_it(inner, wrap, levels, o
     outwards = {old: outside + new for old, new in levels.items()}
     rename = outwards if into else {new: old for old, new in outwards.items()}
     assert_same_tree(loaded, ck.load(path, like=like, tx=target, rename=rename, **allowed))
-    ck.load(path, like=loaded, tx=target, rename=rename, **allowed)  # without a warning: nothing is left to find
+    ck.load(
+        path, like=loaded, tx=target, rename=rename, **allowed
+    )  # without a warning: nothing is left to find
 
 
 def adam_of(*names: str) -> mfx.Transform:
     """Adam for each parameter of `MODEL`, with the labels ``names`` in turn."""
     labels = dict(zip(MODEL, names, strict=True))
-    return mfx.chain(mfx.partition({name: mfx.scale_by_adam() for name in names}, labels), mfx.scale(-0.1))
+    return mfx.chain(
+        mfx.partition({name: mfx.scale_by_adam() for name in names}, labels), mfx.scale(-0.1)
+    )
 
 
 SPLIT = {
@@ -364,30 +410,52 @@ def test_a_transform_more_keeps_the_others_and_is_named_in_the_error(tmp_path):
     state = trained(before, MODEL)[1]
     path = ck.save(tmp_path / "saved", state, tx=before)
     for after, new in (
-        (mfx.chain(mfx.momentum(), mfx.scale_by_rms(), mfx.scale_by_learning_rate(0.1)), "scale_by_rms"),
-        (mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1), mfx.ema_params()), "ema_params"),
+        (
+            mfx.chain(mfx.momentum(), mfx.scale_by_rms(), mfx.scale_by_learning_rate(0.1)),
+            "scale_by_rms",
+        ),
+        (
+            mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1), mfx.ema_params()),
+            "ema_params",
+        ),
     ):
         like = after.init(MODEL)
         with pytest.raises(MismatchError) as caught:
             ck.load(path, like=like, tx=after)
         (advice,) = re.findall(r"allow_missing=(\[.*\])$", str(caught.value), re.MULTILINE)
         assert eval(advice) == [new]
-        loaded = ck.load(path, like=like, tx=after, allow_missing=eval(advice), allow_other_chain=True)
+        loaded = ck.load(
+            path, like=like, tx=after, allow_missing=eval(advice), allow_other_chain=True
+        )
         assert_same_tree(loaded, {**like, "momentum": state["momentum"]})
 
 
 UNCLEAR = {
-    "two of a kind": (mfx.momentum(), mfx.chain(("one", mfx.momentum()), ("other", mfx.momentum()))),
-    "another transform": (mfx.chain(mfx.scale_by_lion(), CLIP), mfx.chain(mfx.scale_by_adam(), CLIP)),
-    "a part of its fields": (mfx.chain(mfx.scale_by_adam(), CLIP), mfx.chain(mfx.scale_by_lion(), CLIP)),
-    "another field": (mfx.chain(mfx.momentum(), CLIP), mfx.chain(("opt", mfx.chain(mfx.scale_by_lion(), CLIP)))),
+    "two of a kind": (
+        mfx.momentum(),
+        mfx.chain(("one", mfx.momentum()), ("other", mfx.momentum())),
+    ),
+    "another transform": (
+        mfx.chain(mfx.scale_by_lion(), CLIP),
+        mfx.chain(mfx.scale_by_adam(), CLIP),
+    ),
+    "a part of its fields": (
+        mfx.chain(mfx.scale_by_adam(), CLIP),
+        mfx.chain(mfx.scale_by_lion(), CLIP),
+    ),
+    "another field": (
+        mfx.chain(mfx.momentum(), CLIP),
+        mfx.chain(("opt", mfx.chain(mfx.scale_by_lion(), CLIP))),
+    ),
     "two labels in one": (adam_of("one", "two", "two"), adam_of("adamw", "adamw", "adamw")),
     "into a label that was there": (adam_of("one", "two", "two"), adam_of("two", "two", "two")),
 }
 
 
 @pytest.mark.parametrize(("source", "target"), UNCLEAR.values(), ids=UNCLEAR)
-def test_leaves_that_could_have_several_partners_or_have_none_are_not_guessed(source, target, tmp_path):
+def test_leaves_that_could_have_several_partners_or_have_none_are_not_guessed(
+    source, target, tmp_path
+):
     path = ck.save(tmp_path / "saved", trained(source, MODEL)[1])
     for allow_extra in (False, True):
         with pytest.raises(ck.MismatchError) as caught:
@@ -437,9 +505,13 @@ def test_issue_7746_mirrored_bf16_momentum_in_an_fp32_run(tmp_path: Path):
     wide = ck.load(tmp_path / "half", like=mfx.spec(full, params), allow_other_chain=True)
     assert_same_tree(wide.trace, {"w": state.trace["w"].float()})
     ck.save(tmp_path / "full", wide)
-    with pytest.raises(MismatchError, match=r"narrowing: 'trace/w' is torch.float32 .* expected torch.bfloat16"):
+    with pytest.raises(
+        MismatchError, match=r"narrowing: 'trace/w' is torch.float32 .* expected torch.bfloat16"
+    ):
         ck.load(tmp_path / "full", like=mfx.spec(half, params))
-    assert_same_tree(ck.load(tmp_path / "full", mfx.spec(half, params), cast={"trace": torch.bfloat16}), state)
+    assert_same_tree(
+        ck.load(tmp_path / "full", mfx.spec(half, params), cast={"trace": torch.bfloat16}), state
+    )
 
 
 ALL = [*NAMES]
@@ -460,14 +532,19 @@ def test_widening_is_exact_for_every_value(old):
         back = values.to(new).to(old)
         # One NaN is as good as another.
         same = (back.view(torch.uint8) == values.view(torch.uint8)).view(len(values), -1).all(dim=1)
-        assert (same | values.to(torch.float64).isnan()).all() if old.is_floating_point else same.all(), new
+        assert (
+            (same | values.to(torch.float64).isnan()).all() if old.is_floating_point else same.all()
+        ), new
 
 
 def test_nothing_widens_into_another_kind_or_into_less():
     for old in ALL:
         for new in ALL:
             if old != new and widens(old, new):
-                assert (old.is_floating_point, old.is_complex) == (new.is_floating_point, new.is_complex)
+                assert (old.is_floating_point, old.is_complex) == (
+                    new.is_floating_point,
+                    new.is_complex,
+                )
                 assert new.itemsize > old.itemsize
                 assert old is not torch.bool
     assert not widens(torch.int64, torch.float64)
@@ -502,7 +579,10 @@ def test_widening_needs_no_word_and_nothing_else_is_cast_without_one(
 def test_one_error_lists_everything_that_does_not_fit(saved):
     path, _, params, _ = saved
     other = mfx.chain(mfx.momentum(dtype=torch.bfloat16), mfx.scale_by_lion())
-    wanted = {**{name: p for name, p in params.items() if name != B}, "embed.weight": torch.zeros(9, 4)}
+    wanted = {
+        **{name: p for name, p in params.items() if name != B},
+        "embed.weight": torch.zeros(9, 4),
+    }
     with pytest.raises(MismatchError) as caught:
         ck.load(path, like=mfx.spec(other, wanted))
     problems, message = "\n".join(caught.value.problems), str(caught.value)
@@ -517,7 +597,14 @@ def test_one_error_lists_everything_that_does_not_fit(saved):
     ):
         assert expected in problems
     assert len(caught.value.problems) == 3 + 3 + (1 + 8 + 1) + 1 + 3
-    remedies = "allow_missing=", "allow_extra=", "allow_other_chain=True", "cast=", "rename=", "nothing was loaded"
+    remedies = (
+        "allow_missing=",
+        "allow_extra=",
+        "allow_other_chain=True",
+        "cast=",
+        "rename=",
+        "nothing was loaded",
+    )
     assert all(words in message for words in (*remedies, str(path)))
 
 
@@ -526,7 +613,9 @@ def test_of_another_chain_only_the_arguments_that_differ_are_named(tmp_path: Pat
         schedule = mfx.cosine_decay_schedule(rate, steps)
         orthogonalize = mfx.orthogonalize(view=mfx.MatrixView({"*.fc.weight": view}))
         labels = {name: "muon" if name == "h.0.fc.weight" else "adamw" for name in MODEL}
-        return mfx.muon_with_adamw(schedule, labels=labels, orthogonalize=orthogonalize, lr_scaling="spectral")
+        return mfx.muon_with_adamw(
+            schedule, labels=labels, orthogonalize=orthogonalize, lr_scaling="spectral"
+        )
 
     tx = chain_of("(q=2 + k=1) in -> q in, k in", 0.1)
     path = ck.save(tmp_path / "saved", tx.init(MODEL), tx=tx)
@@ -544,7 +633,9 @@ def test_of_another_chain_only_the_arguments_that_differ_are_named(tmp_path: Pat
 def test_labels_that_differ_are_named_as_an_argument(tmp_path: Path):
     def chain_of(embed: str) -> mfx.Transform:
         labels = {name: "slow" if "0" in name else "fast" for name in MODEL} | {"wte.weight": embed}
-        return mfx.partition({"slow": mfx.momentum(), "fast": mfx.momentum(nesterov=embed == "fast")}, labels)
+        return mfx.partition(
+            {"slow": mfx.momentum(), "fast": mfx.momentum(nesterov=embed == "fast")}, labels
+        )
 
     path = ck.save(tmp_path / "saved", chain_of("fast").init(MODEL), tx=chain_of("fast"))
     other = chain_of("slow")
@@ -558,7 +649,9 @@ def test_labels_that_differ_are_named_as_an_argument(tmp_path: Path):
 
 
 def test_the_advice_to_round_works_as_written(tmp_path: Path):
-    def optimizer_for(mu: Any, nu: Any, model: Mapping[str, torch.Tensor] = MODEL) -> mfx.TransformOptimizer:
+    def optimizer_for(
+        mu: Any, nu: Any, model: Mapping[str, torch.Tensor] = MODEL
+    ) -> mfx.TransformOptimizer:
         params = {name: torch.nn.Parameter(param.clone()) for name, param in model.items()}
         adam = mfx.scale_by_adam(mu_dtype=mu, nu_dtype=nu)
         return mfx.TransformOptimizer(params, mfx.chain(mfx.momentum(), adam, mfx.scale(-0.1)))
@@ -572,7 +665,9 @@ def test_the_advice_to_round_works_as_written(tmp_path: Path):
     with pytest.raises(MismatchError) as caught:
         ck.load(path, optimizer, allow_other_chain=True, cast={"scale_by_adam/mu": torch.bfloat16})
     assert f"to round: cast={written} (" in str(caught.value)  # with the patterns of the caller
-    with pytest.raises(MismatchError, match=re.escape(f"mfx.checkpoint.load(path, optimizer, cast={written})")):
+    with pytest.raises(
+        MismatchError, match=re.escape(f"mfx.checkpoint.load(path, optimizer, cast={written})")
+    ):
         ck.load_changed(path, optimizer)
     loaded = ck.load(path, optimizer, allow_other_chain=True, cast=eval(written))
     assert {leaf.dtype for leaf in loaded["scale_by_adam"].nu.values()} == {torch.float16}
@@ -580,17 +675,28 @@ def test_the_advice_to_round_works_as_written(tmp_path: Path):
 
 def test_the_advice_for_other_shapes_works_as_written(tmp_path: Path):
     def optimizer_for(width: int) -> mfx.TransformOptimizer:
-        params = {"fc": torch.nn.Parameter(torch.ones(4, 4)), "head": torch.nn.Parameter(torch.ones(width, 4))}
-        return mfx.TransformOptimizer(params, mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1)))
+        params = {
+            "fc": torch.nn.Parameter(torch.ones(4, 4)),
+            "head": torch.nn.Parameter(torch.ones(width, 4)),
+        }
+        return mfx.TransformOptimizer(
+            params, mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
+        )
 
-    path = ck.save(tmp_path, optimizer_for(4), params={"fc": torch.ones(4, 4), "head": torch.ones(4, 4)})
+    path = ck.save(
+        tmp_path, optimizer_for(4), params={"fc": torch.ones(4, 4), "head": torch.ones(4, 4)}
+    )
     optimizer = optimizer_for(3)
-    with pytest.raises(MismatchError, match=r"to keep what fits: mfx\.checkpoint\.load_changed\(path, optimizer\)"):
+    with pytest.raises(
+        MismatchError, match=r"to keep what fits: mfx\.checkpoint\.load_changed\(path, optimizer\)"
+    ):
         ck.load(path, optimizer)
     assert ck.load_changed(path, optimizer).new == ("momentum/trace/head",)
     with pytest.raises(MismatchError) as caught:
         ck.load_params(path, {"fc": torch.zeros(4, 4), "head": torch.zeros(3, 4)})
-    assert "load_params(path, like={the parameters that fit}, allow_extra=['params/head'])" in str(caught.value)
+    assert "load_params(path, like={the parameters that fit}, allow_extra=['params/head'])" in str(
+        caught.value
+    )
     loaded = ck.load_params(path, like={"fc": torch.zeros(4, 4)}, allow_extra=["params/head"])
     assert torch.equal(loaded["fc"], torch.ones(4, 4))
 
@@ -608,15 +714,22 @@ def test_a_missing_leaf_keeps_what_like_has(saved):
         assert torch.equal(back["momentum"].trace[W], state["momentum"].trace[W])
     with pytest.raises(MismatchError, match="scale_by_adam/mu/new"):
         ck.load(path, like=like, allow_missing="momentum")
-    with pytest.raises(ValueError, match=r"spec without values .* expected a state with values to keep"):
+    with pytest.raises(
+        ValueError, match=r"spec without values .* expected a state with values to keep"
+    ):
         ck.load(path, like=mfx.spec(tx, grown), allow_missing=True)
 
 
 def test_an_extra_leaf_is_left_out_on_request(saved):
     path, tx, params, state = saved
     fewer = {name: p for name, p in params.items() if name != W}
-    for call in (lambda: ck.load(path, like=mfx.spec(tx, fewer)), lambda: ck.load_params(path, like=fewer)):
-        with pytest.raises(MismatchError, match=f"extra: .*{W}' is in the checkpoint and not in `like`"):
+    for call in (
+        lambda: ck.load(path, like=mfx.spec(tx, fewer)),
+        lambda: ck.load_params(path, like=fewer),
+    ):
+        with pytest.raises(
+            MismatchError, match=f"extra: .*{W}' is in the checkpoint and not in `like`"
+        ):
             call()
     back = ck.load(path, like=mfx.spec(tx, fewer), allow_extra=f"*/{W}")
     assert torch.equal(back["momentum"].trace[B], state["momentum"].trace[B])
@@ -633,7 +746,9 @@ def test_leaves_are_renamed_by_name_or_by_level(saved):
     back = ck.load(path, like=mfx.spec(moved, params), rename=levels, allow_other_chain=True)
     assert_same_tree(back, {"first": state["momentum"], "second": state["scale_by_adam"]})
     new = {"renamed" if name == W else name: p for name, p in params.items()}
-    assert torch.equal(ck.load_params(path, new, rename={f"params/{W}": "params/renamed"})["renamed"], params[W])
+    assert torch.equal(
+        ck.load_params(path, new, rename={f"params/{W}": "params/renamed"})["renamed"], params[W]
+    )
     # Of two entries that fit, the one of more levels applies.
     rename = {**levels, f"momentum/trace/{W}": "first/trace/renamed"}
     like = mfx.spec(mfx.chain(("first", mfx.momentum())), new)
@@ -643,7 +758,9 @@ def test_leaves_are_renamed_by_name_or_by_level(saved):
 
 def test_cast_allows_a_dtype_and_does_not_change_it(saved):
     path, tx, params, state = saved
-    with pytest.raises(MismatchError, match=r"has dtype torch.float32 in `like`, and cast= gives torch.bfloat16"):
+    with pytest.raises(
+        MismatchError, match=r"has dtype torch.float32 in `like`, and cast= gives torch.bfloat16"
+    ):
         ck.load(path, like=mfx.spec(tx, params), cast={"momentum": torch.bfloat16})
     with pytest.raises(MismatchError, match=r"cast: 'momentun' matches no leaf"):
         ck.load(path, like=state, cast={"momentun": torch.float32})
@@ -654,7 +771,9 @@ def test_a_fingerprint_is_compared_where_both_sides_have_one(saved, tmp_path: Pa
     path, tx, params, state = saved
     other = mfx.chain(mfx.momentum(nesterov=False), mfx.scale_by_adam())
     for arguments in ({"like": mfx.spec(other, params)}, {"like": state, "tx": other}):
-        with pytest.raises(MismatchError, match=r"chain: .*nesterov: not set in the checkpoint, False here"):
+        with pytest.raises(
+            MismatchError, match=r"chain: .*nesterov: not set in the checkpoint, False here"
+        ):
             ck.load(path, **arguments)
         assert_same_tree(ck.load(path, **arguments, allow_other_chain=True), state)
     assert_same_tree(ck.load(path, like=state), state)
@@ -668,16 +787,22 @@ def test_a_fingerprint_is_compared_where_both_sides_have_one(saved, tmp_path: Pa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_a_number_in_a_tensor_is_the_number_of_a_float(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]):
+def test_a_number_in_a_tensor_is_the_number_of_a_float(
+    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+):
     params = {W: torch.ones(2, 3)}
     tx = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
-    with_tensor = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(torch.full(shape, 0.1, dtype=dtype)))
+    with_tensor = mfx.chain(
+        mfx.momentum(), mfx.scale_by_learning_rate(torch.full(shape, 0.1, dtype=dtype))
+    )
     ck.save(tmp_path / "float", tx.init(params), tx=tx)
     ck.save(tmp_path / "tensor", with_tensor.init(params), tx=with_tensor)
     ck.load(tmp_path / "float", like=tx.init(params), tx=with_tensor)  # a warning would be an error
     ck.load(tmp_path / "tensor", like=tx.init(params), tx=tx)
     other = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.11))
-    with pytest.warns(UserWarning, match="learning_rate: torch.tensor.* in the checkpoint, 0.11 here"):
+    with pytest.warns(
+        UserWarning, match="learning_rate: torch.tensor.* in the checkpoint, 0.11 here"
+    ):
         ck.load(tmp_path / "tensor", like=tx.init(params), tx=other)
 
 
@@ -686,7 +811,10 @@ def test_an_absent_leaf_is_no_leaf(tmp_path: Path):
     ck.save(tmp_path, state)
     assert list(ck.read(tmp_path)) == ["a"]
     assert_same_tree(ck.load(tmp_path, like=state), state)
-    for like, problem in (({"a": torch.ones(2), "b": torch.ones(2)}, "missing"), ({"a": None, "b": None}, "extra")):
+    for like, problem in (
+        ({"a": torch.ones(2), "b": torch.ones(2)}, "missing"),
+        ({"a": None, "b": None}, "extra"),
+    ):
         with pytest.raises(MismatchError, match=problem):
             ck.load(tmp_path, like=like)
 
@@ -709,7 +837,9 @@ def test_an_absent_leaf_is_no_leaf(tmp_path: Path):
         ({}, {"keep": 1}, "step_path"),
     ],
 )
-def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path, state, more, message: str):
+def test_what_cannot_be_saved_is_named_and_nothing_is_written(
+    tmp_path: Path, state, more, message: str
+):
     with pytest.raises((TypeError, ValueError), match=message):
         ck.save(tmp_path / "here", state, **more)
     assert not (tmp_path / "here").exists()
@@ -718,12 +848,18 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path, st
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"allow_missing": 3}, r"^allow_missing must be True, False, or names .*found 3: .*allow_missing=\['momentum"),
+        (
+            {"allow_missing": 3},
+            r"^allow_missing must be True, False, or names .*found 3: .*allow_missing=\['momentum",
+        ),
         ({"allow_extra": None}, "^allow_extra must be .*found None"),
         ({"allow_extra": [torch.ones(1)]}, "^allow_extra must be .*found .tensor"),
         ({"allow_other_chain": "no"}, "^allow_other_chain must be True or False, found 'no'"),
         ({"cast": torch.bfloat16}, r"^cast must be a dict .*found torch.bfloat16: .*cast=\{"),
-        ({"cast": {"trace": "bf16"}}, "^cast: 'trace' has the value 'bf16', expected a torch.dtype"),
+        (
+            {"cast": {"trace": "bf16"}},
+            "^cast: 'trace' has the value 'bf16', expected a torch.dtype",
+        ),
     ],
 )
 def test_what_allows_differences_is_checked(tmp_path: Path, rules, message: str):
@@ -747,7 +883,9 @@ def test_what_is_not_there_is_said(tmp_path: Path, saved):
                 act(path)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch means that it saves in one process
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled"
+)  # torch means that it saves in one process
 def test_a_folder_of_the_storage_of_torch_is_named_with_what_to_do(tmp_path: Path):
     dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
     message = r"folder is of torch's own storage: load it by torch\.distributed\.checkpoint\.load.*convert\.recipe"
@@ -758,7 +896,10 @@ def test_a_folder_of_the_storage_of_torch_is_named_with_what_to_do(tmp_path: Pat
 
 def test_a_file_of_torch_save_is_named_with_what_to_do(tmp_path: Path):
     torch.save({"state": {0: torch.ones(2)}}, tmp_path / "optimizer.pt")
-    with pytest.raises(NotFoundError, match=r"this is a file of torch.save: .*torch\.load.*load_state_dict.*convert"):
+    with pytest.raises(
+        NotFoundError,
+        match=r"this is a file of torch.save: .*torch\.load.*load_state_dict.*convert",
+    ):
         ck.load(tmp_path / "optimizer.pt", like={})
 
 
@@ -779,27 +920,48 @@ def test_codes_are_never_taken_for_values(tmp_path: Path, dtype: mfx.QuantizedDt
     params = {"w": torch.randn(64, 96)}
     path = ck.save(tmp_path / "a", mfx.momentum(dtype=dtype).init(params))
     rename = {"trace/codes/w": "trace/w"}
-    with pytest.raises(ck.MismatchError, match=r"holds codes of .* which have no meaning as torch\.float32"):
-        ck.load(path, mfx.momentum().init(params), rename=rename, allow_extra=True, cast={"trace": torch.float32})
+    with pytest.raises(
+        ck.MismatchError, match=r"holds codes of .* which have no meaning as torch\.float32"
+    ):
+        ck.load(
+            path,
+            mfx.momentum().init(params),
+            rename=rename,
+            allow_extra=True,
+            cast={"trace": torch.float32},
+        )
 
 
 @pytest.mark.parametrize("place", ["a label", "one tensor"])
 def test_codes_are_found_at_any_level_of_a_name(tmp_path: Path, place: str):
     tx, params = mfx.momentum(dtype=mfx.int8()), torch.randn(64, 96)
     if place == "a label":
-        tx, params = mfx.chain(mfx.partition({"codes": tx}, {"w": "codes"}), mfx.scale_by_adam()), {"w": params}
+        tx, params = (
+            mfx.chain(mfx.partition({"codes": tx}, {"w": "codes"}), mfx.scale_by_adam()),
+            {"w": params},
+        )
     state = tx.init(params)
     path = ck.save(tmp_path / "a", state)
     wider = tree.map(lambda leaf: leaf.to(torch.int16) if leaf.dtype == torch.int8 else leaf, state)
-    with pytest.raises(ck.MismatchError, match=r"holds codes of torch\.int8, which have no meaning as torch\.int16"):
+    with pytest.raises(
+        ck.MismatchError, match=r"holds codes of torch\.int8, which have no meaning as torch\.int16"
+    ):
         ck.load(path, wider)
 
 
-AUTO = mfx.chain(mfx.momentum(), mfx.masked(mfx.orthogonalize(), mfx.routing.ndim(min=2)), mfx.scale(-0.1))
+AUTO = mfx.chain(
+    mfx.momentum(), mfx.masked(mfx.orthogonalize(), mfx.routing.ndim(min=2)), mfx.scale(-0.1)
+)
 
 
 def saved_there(
-    path: Path, monkeypatch: pytest.MonkeyPatch, tx: mfx.Transform, dtype: torch.dtype, *, has_bf16: bool, **more: Any
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tx: mfx.Transform,
+    dtype: torch.dtype,
+    *,
+    has_bf16: bool,
+    **more: Any,
 ) -> Any:
     """Save the state of a machine with or without bf16; with more arguments, in the background or with parameters."""
     monkeypatch.setattr(policy, "cpu_has_bf16", lambda: has_bf16)
@@ -814,7 +976,9 @@ def saved_there(
 
 @pytest.mark.parametrize("wait", [False, True])
 @pytest.mark.parametrize("by_spec", [False, True])
-def test_another_dtype_is_a_warning_with_both(tmp_path: Path, monkeypatch, by_spec: bool, wait: bool):
+def test_another_dtype_is_a_warning_with_both(
+    tmp_path: Path, monkeypatch, by_spec: bool, wait: bool
+):
     like = saved_there(tmp_path, monkeypatch, AUTO, torch.float32, has_bf16=True, wait=wait)
     assert ck.inspect(tmp_path).products == {"masked.inner": "bfloat16"}
     like = mfx.spec(AUTO, {"w": torch.ones(2, 3)}) if by_spec else like
@@ -843,7 +1007,9 @@ GIVEN = mfx.orthogonalize(dtype=torch.float32)
         (GIVEN, torch.float64, True),
     ],
 )
-def test_what_no_machine_decides_is_no_warning(tmp_path: Path, monkeypatch, tx, dtype, with_params: bool, now: bool):
+def test_what_no_machine_decides_is_no_warning(
+    tmp_path: Path, monkeypatch, tx, dtype, with_params: bool, now: bool
+):
     like = saved_there(tmp_path, monkeypatch, tx, dtype, has_bf16=not now, with_params=with_params)
     monkeypatch.setattr(policy, "cpu_has_bf16", lambda: now)
     ck.load(tmp_path, like=like, tx=tx)
@@ -851,7 +1017,9 @@ def test_what_no_machine_decides_is_no_warning(tmp_path: Path, monkeypatch, tx, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tx", [PINNED, mfx.orthogonalize()], ids=["pinned", "stateless"])
-def test_parameters_that_are_saved_decide_whatever_the_state_is(tmp_path: Path, monkeypatch, tx, dtype):
+def test_parameters_that_are_saved_decide_whatever_the_state_is(
+    tmp_path: Path, monkeypatch, tx, dtype
+):
     like = saved_there(tmp_path, monkeypatch, tx, dtype, has_bf16=False, with_params=True)
     monkeypatch.setattr(policy, "cpu_has_bf16", lambda: True)
     with pytest.warns(UserWarning, match="were computed in float32 and are now in bfloat16"):
@@ -875,7 +1043,9 @@ def test_a_number_that_only_one_chain_writes_is_named(tmp_path: Path) -> None:
     assert "scale_by_adam.eps: not set in the checkpoint, 1e-06 here" in str(warning.message)
 
 
-def test_the_advice_on_parameters_in_place_of_a_state_does_not_replace_that_on_rounding(tmp_path: Path):
+def test_the_advice_on_parameters_in_place_of_a_state_does_not_replace_that_on_rounding(
+    tmp_path: Path,
+):
     path = ck.save(tmp_path / "run", {"x": torch.ones(2)}, params={"w": torch.ones(2)})
     like = {"w": torch.ones(2), "x": torch.ones(2, dtype=torch.bfloat16)}
     with pytest.raises(ck.MismatchError) as caught:

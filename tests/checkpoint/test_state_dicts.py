@@ -37,7 +37,9 @@ LAST_IS_ADAMW = {"1.weight": "muon", "3.weight": "muon"}
 
 def model_of(here: Here | None = None) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 7))
+    model = nn.Sequential(
+        nn.Embedding(7, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 7)
+    )
     if here is not None:
         fully_shard(model[1], mesh=here.mesh)
         fully_shard(model, mesh=here.mesh)
@@ -60,12 +62,16 @@ def recipe(model: nn.Module, labels: dict[str, str]) -> mfx.Transform:
 def with_dots(model: nn.Module) -> mfx.Transform:
     muon = mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1))
     transforms = {"muon.inner": muon, "muon.last": muon, "adamw": mfx.adamw(0.003)}
-    return mfx.partition(transforms, {name: LABELS.get(name, "adamw") for name, _ in model.named_parameters()})
+    return mfx.partition(
+        transforms, {name: LABELS.get(name, "adamw") for name, _ in model.named_parameters()}
+    )
 
 
 def with_soap(model: nn.Module) -> mfx.Transform:
     soap = mfx.chain(mfx.contrib.scale_by_soap(), mfx.scale(-0.01))
-    labels = {name: "soap" if param.ndim == 2 else "adamw" for name, param in model.named_parameters()}
+    labels = {
+        name: "soap" if param.ndim == 2 else "adamw" for name, param in model.named_parameters()
+    }
     return mfx.partition({"soap": soap, "adamw": mfx.adamw(0.003)}, labels)
 
 
@@ -76,7 +82,9 @@ def trace_records() -> mfx.InitAndUpdate:
     def init(params: mfx.PyTree) -> dict[str, dict[str, torch.Tensor]]:
         return {name: {"sum": torch.zeros_like(param)} for name, param in params.items()}
 
-    def update(updates: mfx.PyTree, state: mfx.PyTree, params: mfx.PyTree = None) -> tuple[mfx.PyTree, mfx.PyTree]:
+    def update(
+        updates: mfx.PyTree, state: mfx.PyTree, params: mfx.PyTree = None
+    ) -> tuple[mfx.PyTree, mfx.PyTree]:
         state = {name: {"sum": state[name]["sum"] + update} for name, update in updates.items()}
         return {name: record["sum"] for name, record in state.items()}, state
 
@@ -98,13 +106,19 @@ CHAINS: dict[str, Callable[[nn.Module], mfx.Transform]] = {
 
 
 def save_by_dcp(path: Path, model: nn.Module, optimizer: Any, here: Here | None = None) -> None:
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer), "epoch": 7}
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "epoch": 7,
+    }
     save_state(path, state, here)
 
 
 def save_state(path: Path, state: dict[str, Any], here: Here | None = None) -> None:
     group = None if here is None else here.group
-    dcp.save(state, storage_writer=ck.Writer(path, step=3), process_group=group, no_dist=here is None)
+    dcp.save(
+        state, storage_writer=ck.Writer(path, step=3), process_group=group, no_dist=here is None
+    )
 
 
 def test_the_parameters_of_a_model_are_found_by_the_renaming_of_the_error(tmp_path: Path) -> None:
@@ -151,7 +165,9 @@ def test_another_chain_is_a_warning_of_load_and_none_of_load_changed(tmp_path: P
     train(model, saved)
     save_by_dcp(tmp_path, model, saved)
     other = mfx.adamw(0.003, nesterov=True)
-    with pytest.warns(UserWarning, match="another chain.*nesterov: not set in the checkpoint, True here"):
+    with pytest.warns(
+        UserWarning, match="another chain.*nesterov: not set in the checkpoint, True here"
+    ):
         ck.load(tmp_path, mfx.TransformOptimizer(model, other))
     with warnings.catch_warnings(action="error"):
         ck.load_changed(tmp_path, mfx.TransformOptimizer(model, other))
@@ -186,7 +202,9 @@ def test_a_step_count_of_another_chain_is_found_without_its_name(tmp_path: Path)
     saved.step()
     save_by_dcp(tmp_path, model, saved)
     with pytest.warns(UserWarning, match="saved with other numbers"):
-        account = ck.load_changed(tmp_path, mfx.TransformOptimizer(model, mfx.chain(("inner", mfx.adamw(0.2)))))
+        account = ck.load_changed(
+            tmp_path, mfx.TransformOptimizer(model, mfx.chain(("inner", mfx.adamw(0.2))))
+        )
     assert account.moved["inner/scale_by_adam/count"] == "scale_by_adam/count"
     assert not account.new
     assert int(account.state["inner"]["scale_by_adam"].count) == 1
@@ -250,7 +268,9 @@ def test_load_names_load_changed_for_changed_labels(saved_by: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("change", ["labels", "groups"])
-def test_dcp_load_of_a_changed_optimizer_raises_what_the_page_says(change: str, tmp_path: Path) -> None:
+def test_dcp_load_of_a_changed_optimizer_raises_what_the_page_says(
+    change: str, tmp_path: Path
+) -> None:
     """The planner of torch raises it before the `Reader` is called, so only the page can name `load_changed`."""
     model = model_of()
     saved = mfx.TransformOptimizer(model, recipe(model, LAST_IS_ADAMW))
@@ -258,11 +278,15 @@ def test_dcp_load_of_a_changed_optimizer_raises_what_the_page_says(change: str, 
     if change == "groups":
         named = list(model.named_parameters())
         saved = mfx.TransformOptimizer(model, mfx.adamw(0.003))
-        changed = mfx.TransformOptimizer([{"params": named[:2]}, {"params": named[2:]}], mfx.adamw(0.003))
+        changed = mfx.TransformOptimizer(
+            [{"params": named[:2]}, {"params": named[2:]}], mfx.adamw(0.003)
+        )
     train(model, saved)
     save_by_dcp(tmp_path, model, saved)
     error = "Missing key in checkpoint state_dict: "
-    key = {"labels": "optimizer.state.4.weight.muon.", "groups": "optimizer.param_groups.1."}[change]
+    key = {"labels": "optimizer.state.4.weight.muon.", "groups": "optimizer.param_groups.1."}[
+        change
+    ]
     state = {"optimizer": get_optimizer_state_dict(model, changed)}
     with pytest.raises(CheckpointException, match=re.escape(error + key)):
         dcp.load(state, storage_reader=ck.Reader(tmp_path), no_dist=True)
@@ -278,7 +302,9 @@ def test_a_flattened_state_dict_is_refused_with_the_way_to_load_it(tmp_path: Pat
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     save_state(tmp_path, {"optimizer": get_optimizer_state_dict(model, saved, options=options)})
     check_refused(
-        tmp_path, model, r"flatten_optimizer_state_dict=True.*by dcp\.load and set_optimizer_state_dict, save it"
+        tmp_path,
+        model,
+        r"flatten_optimizer_state_dict=True.*by dcp\.load and set_optimizer_state_dict, save it",
     )
 
     # The way that the message names.
@@ -304,8 +330,13 @@ def test_a_state_alone_is_advised_to_pass_the_optimizer(tmp_path: Path) -> None:
     saved = mfx.Muon(model, lr=0.1)
     train(model, saved)
     save_by_dcp(tmp_path, model, saved)
-    with pytest.raises(ck.MismatchError, match="state dict of an optimizer: pass an optimizer as `like`"):
-        ck.load_changed(tmp_path, saved.tx.init({name: param.detach() for name, param in model.named_parameters()}))
+    with pytest.raises(
+        ck.MismatchError, match="state dict of an optimizer: pass an optimizer as `like`"
+    ):
+        ck.load_changed(
+            tmp_path,
+            saved.tx.init({name: param.detach() for name, param in model.named_parameters()}),
+        )
 
 
 def test_an_optimizer_of_torch_has_nothing_to_keep(tmp_path: Path) -> None:

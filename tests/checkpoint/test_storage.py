@@ -31,7 +31,9 @@ from tests.checkpoint.faults import faults
 from tests.processes import Here, World, on_ranks
 
 ck = mfx.checkpoint
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*assuming the intent")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:.*assuming the intent"
+)
 
 
 def cause(error: BaseException) -> BaseException:
@@ -41,11 +43,21 @@ def cause(error: BaseException) -> BaseException:
 
 
 def save(state: dict[str, Any], path: Path, here: Here | None = None, **options: Any) -> None:
-    dcp.save(state, storage_writer=ck.Writer(path, **options), process_group=here and here.group, no_dist=here is None)
+    dcp.save(
+        state,
+        storage_writer=ck.Writer(path, **options),
+        process_group=here and here.group,
+        no_dist=here is None,
+    )
 
 
 def load(state: dict[str, Any], path: Path, here: Here | None = None, **options: Any) -> None:
-    dcp.load(state, storage_reader=ck.Reader(path, **options), process_group=here and here.group, no_dist=here is None)
+    dcp.load(
+        state,
+        storage_reader=ck.Reader(path, **options),
+        process_group=here and here.group,
+        no_dist=here is None,
+    )
 
 
 def fails(call: Any, *arguments: Any, **options: Any) -> BaseException:
@@ -57,7 +69,9 @@ def fails(call: Any, *arguments: Any, **options: Any) -> BaseException:
 # ------------------------------------------------------------------------------------------------- a model and an AdamW
 
 
-def trained(here: Here | None, seed: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(
+    here: Here | None, seed: int, steps: int = 2
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model with uneven shapes and its AdamW after some steps, under FSDP2 if there are ranks."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.LayerNorm(3))
@@ -103,10 +117,14 @@ def load_trained(here: Here, path: Path, seed: int) -> dict[str, Any]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("savers", [2, 3])
-def test_a_model_and_an_adamw_load_on_any_number_of_ranks(world: World, tmp_path: Path, savers: int):
+def test_a_model_and_an_adamw_load_on_any_number_of_ranks(
+    world: World, tmp_path: Path, savers: int
+):
     saved = world.check(savers, save_trained, path=tmp_path, seed=0)
     assert ck.verify(tmp_path).step == 2
-    assert not any(file.suffix in (".pt", ".pkl", ".distcp", ".metadata") for file in tmp_path.iterdir())
+    assert not any(
+        file.suffix in (".pt", ".pkl", ".distcp", ".metadata") for file in tmp_path.iterdir()
+    )
     for loaders in {1, 2, 3, 4} - {savers}:
         for loaded in world.check(loaders, load_trained, path=tmp_path, seed=1):
             assert loaded == saved[0]
@@ -114,7 +132,9 @@ def test_a_model_and_an_adamw_load_on_any_number_of_ranks(world: World, tmp_path
     model, optimizer = trained(None, 1)
     state = state_of(model, optimizer)
     load(state, tmp_path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+    )
     assert values_of(model, optimizer) == saved[0]
     tensors = {"model": state["model"], "optim": {"state": state["optim"]["state"]}}
     loaded = ck.load(tmp_path, like=tensors)
@@ -124,7 +144,9 @@ def test_a_model_and_an_adamw_load_on_any_number_of_ranks(world: World, tmp_path
 @on_ranks(2)
 def test_async_save_writes_the_values_at_the_call(here: Here, tmp_path: Path):
     state = {"w": distribute_tensor(torch.ones(5, 3), here.mesh, [Shard(0)]), "steps": 3}
-    future = dcp.async_save(state, storage_writer=ck.Writer(tmp_path), process_group=here.background)
+    future = dcp.async_save(
+        state, storage_writer=ck.Writer(tmp_path), process_group=here.background
+    )
     state["w"].zero_()
     future.result()
     load(state, tmp_path, here)
@@ -137,14 +159,21 @@ def test_muon_is_saved_by_dcp_too(tmp_path: Path):
     optimizer = mfx.Muon(model, lr=0.1)
     model(torch.randn(4, 3)).square().sum().backward()
     optimizer.step()
-    path = ck.save(tmp_path / "ours", {"model": dict(model.named_parameters()), "count": torch.tensor(3)})
-    state = {"model": {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, "count": torch.tensor(0)}
+    path = ck.save(
+        tmp_path / "ours", {"model": dict(model.named_parameters()), "count": torch.tensor(3)}
+    )
+    state = {
+        "model": {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)},
+        "count": torch.tensor(0),
+    }
     load(state, path)
     assert torch.equal(state["model"]["weight"], model.weight)
     assert state["count"] == 3
     whole = state_of(model, optimizer)
     save(whole, tmp_path / "dcp")
-    rebuilt = _load_state_dict_from_keys(storage_reader=ck.Reader(tmp_path / "dcp"))  # without a template
+    rebuilt = _load_state_dict_from_keys(
+        storage_reader=ck.Reader(tmp_path / "dcp")
+    )  # without a template
     assert rebuilt["optim"]["param_groups"] == whole["optim"]["param_groups"]
 
 
@@ -191,7 +220,10 @@ def test_what_no_file_can_hold_is_refused_by_name(tmp_path: Path, state: dict[st
 
 
 def test_plain_safetensors_reads_the_tensors(tmp_path: Path):
-    save({"model": {"fc.weight": torch.ones(2, 3), "e": torch.zeros(0, 2)}, "s": torch.tensor(2)}, tmp_path)
+    save(
+        {"model": {"fc.weight": torch.ones(2, 3), "e": torch.zeros(0, 2)}, "s": torch.tensor(2)},
+        tmp_path,
+    )
     (file,) = tmp_path.glob("*.safetensors")
     loaded: dict[str, Tensor] = load_file(file)
     assert {name: tuple(value.shape) for name, value in loaded.items()} == {
@@ -208,22 +240,37 @@ def test_every_dtype_and_planner_is_accepted(tmp_path: Path):
     state |= {"view": torch.arange(6.0).reshape(2, 3).T, "x.y": torch.ones(2)}
     for planners in (
         (None, None),
-        (dcp.DefaultSavePlanner(flatten_state_dict=False), dcp.DefaultLoadPlanner(flatten_state_dict=False)),
-        (dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True), dcp.DefaultLoadPlanner(allow_partial_load=True)),
+        (
+            dcp.DefaultSavePlanner(flatten_state_dict=False),
+            dcp.DefaultLoadPlanner(flatten_state_dict=False),
+        ),
+        (
+            dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            dcp.DefaultLoadPlanner(allow_partial_load=True),
+        ),
     ):
         dcp.save(state, storage_writer=ck.Writer(tmp_path), planner=planners[0], no_dist=True)
         blank = {name: torch.zeros_like(value) for name, value in state.items()}
         dcp.load(blank, storage_reader=ck.Reader(tmp_path), planner=planners[1], no_dist=True)
-        assert {name: bits(value) for name, value in blank.items()} == {k: bits(v) for k, v in state.items()}
+        assert {name: bits(value) for name, value in blank.items()} == {
+            k: bits(v) for k, v in state.items()
+        }
 
 
 def test_what_hides_the_plans_of_ranks_is_refused(tmp_path: Path):
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
     with pytest.raises(CheckpointException) as caught:
-        dcp.save({"w": torch.ones(1)}, storage_writer=ck.Writer(tmp_path), planner=planner, no_dist=True)
+        dcp.save(
+            {"w": torch.ones(1)}, storage_writer=ck.Writer(tmp_path), planner=planner, no_dist=True
+        )
     assert "enable_plan_caching" in str(cause(caught.value))
     with pytest.raises(ValueError, match="use_collectives=False"):
-        dcp.save({"w": torch.ones(1)}, storage_writer=ck.Writer(tmp_path), use_collectives=False, no_dist=True)
+        dcp.save(
+            {"w": torch.ones(1)},
+            storage_writer=ck.Writer(tmp_path),
+            use_collectives=False,
+            no_dist=True,
+        )
     assert not any(tmp_path.iterdir())
 
 
@@ -238,7 +285,12 @@ def test_arguments_are_checked_when_they_are_given(tmp_path: Path):
     assert not ck.Reader.validate_checkpoint_id("")
     writer = ck.Writer(ck.step_path(tmp_path, 0), keep=1)
     for step in range(3):
-        dcp.save({"w": torch.ones(1)}, checkpoint_id=ck.step_path(tmp_path, step), storage_writer=writer, no_dist=True)
+        dcp.save(
+            {"w": torch.ones(1)},
+            checkpoint_id=ck.step_path(tmp_path, step),
+            storage_writer=writer,
+            no_dist=True,
+        )
     assert [path.name for path in ck.checkpoints(tmp_path)] == ["step-000000002"]
     with pytest.raises(ValueError, match="step_path"):
         writer.reset(tmp_path / "other")
@@ -249,7 +301,9 @@ def test_arguments_are_checked_when_they_are_given(tmp_path: Path):
 
 def test_a_narrower_dtype_needs_cast_and_a_wider_one_does_not(tmp_path: Path):
     save({"m": {"w": torch.full((2,), 1 / 3), "n": torch.ones(2)}}, tmp_path)
-    state = {"m": {"w": torch.zeros(2, dtype=torch.bfloat16), "n": torch.zeros(2, dtype=torch.float64)}}
+    state = {
+        "m": {"w": torch.zeros(2, dtype=torch.bfloat16), "n": torch.zeros(2, dtype=torch.float64)}
+    }
     error = fails(load, state, tmp_path)
     assert isinstance(error, ck.MismatchError)
     assert "'m/w': torch.bfloat16" in str(error)
@@ -281,8 +335,14 @@ def test_damage_is_found_and_nothing_is_loaded(tmp_path: Path):
 
 
 @on_ranks(2)
-def test_replicas_that_differ_are_an_error_and_the_earlier_checkpoint_stays(here: Here, tmp_path: Path):
-    good = {"w": torch.ones(3), "n": 1, "sharded": distribute_tensor(torch.ones(4, 2), here.mesh, [Shard(0)])}
+def test_replicas_that_differ_are_an_error_and_the_earlier_checkpoint_stays(
+    here: Here, tmp_path: Path
+):
+    good = {
+        "w": torch.ones(3),
+        "n": 1,
+        "sharded": distribute_tensor(torch.ones(4, 2), here.mesh, [Shard(0)]),
+    }
     save(good, tmp_path, here)
     here_only = {f"rank {here.rank}": here.rank, f"part {here.rank}": torch.ones(here.rank + 1)}
     for name, value in {
@@ -310,8 +370,9 @@ def test_optimizers_of_stages_are_refused_with_the_flag_that_saves_them(here: He
     optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1)
     error = fails(save, {"optim": get_optimizer_state_dict(stage, optimizer)}, tmp_path, here)
     assert "'optim/param_groups/0/params' is ['layer1." in str(error)
-    assert "call get_optimizer_state_dict with options=StateDictOptions(flatten_optimizer_state_dict=True)" in str(
-        error
+    assert (
+        "call get_optimizer_state_dict with options=StateDictOptions(flatten_optimizer_state_dict=True)"
+        in str(error)
     )
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     save({"optim": get_optimizer_state_dict(stage, optimizer, options=options)}, tmp_path, here)
@@ -353,7 +414,9 @@ def forked(call: Any) -> int:
 
 
 @pytest.mark.parametrize("how", [{"kill": True}, {}])
-def test_a_save_that_ends_at_any_call_leaves_one_whole_checkpoint(tmp_path: Path, how: dict[str, Any]):
+def test_a_save_that_ends_at_any_call_leaves_one_whole_checkpoint(
+    tmp_path: Path, how: dict[str, Any]
+):
     """A kill, or an error of the system, at each call that touches the folder."""
 
     def write(number: int) -> None:
@@ -417,4 +480,6 @@ def test_uneven_and_replicated_tensors(here: Here, tmp_path: Path):
     assert values == {"uneven": [0.0], "replicated": [0.0, 1.0, 2.0], "empty": [[], [], [], []]}
     blank = {name: torch.zeros_like(value) for name, value in leaves.items()}
     load(blank, tmp_path, here)
-    assert {name: bits(value) for name, value in blank.items()} == {k: bits(v) for k, v in leaves.items()}
+    assert {name: bits(value) for name, value in blank.items()} == {
+        k: bits(v) for k, v in leaves.items()
+    }

@@ -84,7 +84,10 @@ def test_the_newest_are_kept(tmp_path: Path):
     assert steps(tmp_path) == [30, 4_000_000_000, 12_000_000_000]
     assert ck.latest(tmp_path) == ck.step_path(tmp_path, 12_000_000_000)
     assert ck.prune(tmp_path, 5) == []
-    assert ck.prune(tmp_path, 1) == [ck.step_path(tmp_path, 30), ck.step_path(tmp_path, 4_000_000_000)]
+    assert ck.prune(tmp_path, 1) == [
+        ck.step_path(tmp_path, 30),
+        ck.step_path(tmp_path, 4_000_000_000),
+    ]
     assert steps(tmp_path) == [12_000_000_000]
     for bad in (0, -1, True, "3"):
         with pytest.raises((ValueError, TypeError), match="keep must be"):
@@ -104,7 +107,10 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path):
 def leftovers(path: Path) -> list[Path]:
     """The files that a killed writer leaves."""
     path.mkdir(exist_ok=True)
-    made = [path / f".{INDEX}-{'0' * 16}.part", path / f"data-{'0' * 16}-00000-of-00001.safetensors"]
+    made = [
+        path / f".{INDEX}-{'0' * 16}.part",
+        path / f"data-{'0' * 16}-00000-of-00001.safetensors",
+    ]
     for file in made:
         file.write_bytes(b"unfinished")
     return made
@@ -116,8 +122,16 @@ def test_a_save_removes_only_the_files_of_the_checkpoint_that_it_replaces(tmp_pa
     for step in (2, 3):
         ck.save(folders[step - 1], OLD, step=step)
     left = [file for folder in folders for file in leftovers(folder)]
-    others = [folders[1] / "notes.txt", folders[2] / "model.safetensors", tmp_path / "step-7.txt", tmp_path / "x.part"]
-    others += [folders[1] / "data-0123456789abcdef.part", folders[2] / ".save-0123456789abcdef.part"]
+    others = [
+        folders[1] / "notes.txt",
+        folders[2] / "model.safetensors",
+        tmp_path / "step-7.txt",
+        tmp_path / "x.part",
+    ]
+    others += [
+        folders[1] / "data-0123456789abcdef.part",
+        folders[2] / ".save-0123456789abcdef.part",
+    ]
     for file in others:
         file.write_text("mine")
     (tmp_path / "step-x").mkdir()
@@ -146,7 +160,9 @@ def test_clean_leaves_a_folder_whose_index_cannot_be_read(tmp_path: Path):
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_a_run_that_goes_back_keeps_what_it_writes(tmp_path: Path, keep: int):
     for step in (80, 90, 100, 60, 70):
-        told = pytest.warns(UserWarning, match=f"step-.*{step} was written, but the folder has later steps, up to")
+        told = pytest.warns(
+            UserWarning, match=f"step-.*{step} was written, but the folder has later steps, up to"
+        )
         with told if step < 80 and keep > 1 else nullcontext():
             path = ck.save(ck.step_path(tmp_path, step), {"w": torch.ones(1)}, step=step, keep=keep)
         assert ck.verify(path).step == step
@@ -177,7 +193,9 @@ def test_a_state_without_tensors_has_a_data_file_too(tmp_path: Path):
 def test_each_leaf_begins_at_a_multiple_of_its_element_size(tmp_path: Path):
     """Whatever the order of the names, so that other programs can map the file into memory."""
     dtypes = {"a": torch.int8, "b": torch.float64, "c": torch.int16, "d": torch.float32}
-    index = ck.inspect(ck.save(tmp_path, {name: torch.ones(3, dtype=dtype) for name, dtype in dtypes.items()}))
+    index = ck.inspect(
+        ck.save(tmp_path, {name: torch.ones(3, dtype=dtype) for name, dtype in dtypes.items()})
+    )
     for name, leaf in index.leaves.items():
         assert leaf.chunks[0].begin % dtypes[name].itemsize == 0, name
 
@@ -241,8 +259,16 @@ BAD_PATHS = {
     "too long": ("x" * 300, CheckpointError, "name too long"),
     "below a file": ("file/x", CheckpointError, "Not a directory|no such folder"),
     "a file": ("file", CheckpointError, "a checkpoint is a folder"),
-    "a link to nowhere": ("link", CheckpointError, "link is a symbolic link to nowhere|no such folder"),
-    "below a link to nowhere": ("link/x", CheckpointError, "link is a symbolic link to nowhere|no such folder"),
+    "a link to nowhere": (
+        "link",
+        CheckpointError,
+        "link is a symbolic link to nowhere|no such folder",
+    ),
+    "below a link to nowhere": (
+        "link/x",
+        CheckpointError,
+        "link is a symbolic link to nowhere|no such folder",
+    ),
     "no path": (None, TypeError, "path must be a str or a path, found None"),
     "bytes": (b"x", TypeError, "path must be a str or a path, found b'x'"),
 }
@@ -287,7 +313,9 @@ def bad_path_on_one_rank(here: Here, folder: Path, name: Any) -> list[tuple[str,
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["NUL", "below a file", "no path"])
-def test_a_path_that_cannot_be_on_one_rank_is_an_error_on_all(world: World, tmp_path: Path, kind: str):
+def test_a_path_that_cannot_be_on_one_rank_is_an_error_on_all(
+    world: World, tmp_path: Path, kind: str
+):
     name, _, message = BAD_PATHS[kind]
     (tmp_path / "file").write_text("mine")
     ck.save(tmp_path / "good", OLD)
@@ -321,9 +349,13 @@ def test_an_error_that_cannot_be_sent_reaches_all_ranks_in_words(here: Here, tmp
         ck.save(tmp_path / "one", {"w": half}, group=here.group)
 
 
-def test_the_recorded_chain_has_the_numbers_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_recorded_chain_has_the_numbers_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Also if a tensor in the transform has changed in place since the last save."""
-    monkeypatch.setattr(policy, "cpu_has_bf16", lambda: False)  # float32 products for float32, on every machine
+    monkeypatch.setattr(
+        policy, "cpu_has_bf16", lambda: False
+    )  # float32 products for float32, on every machine
     rate = torch.tensor(0.5)
     tx = mfx.chain(mfx.momentum(), mfx.scale(rate))
     for number in (0.5, 0.25):
@@ -331,7 +363,11 @@ def test_the_recorded_chain_has_the_numbers_of_the_save(tmp_path: Path, monkeypa
         ck.save(tmp_path, tx.init(OLD), tx=tx)
         assert f"torch.tensor({number}" in str(ck.inspect(tmp_path).chain)
     tx = mfx.orthogonalize()
-    for dtype, product in ((torch.float32, "float32"), (torch.float64, "float64"), (torch.float32, "float32")):
+    for dtype, product in (
+        (torch.float32, "float32"),
+        (torch.float64, "float64"),
+        (torch.float32, "float32"),
+    ):
         params = {"w": torch.ones(2, 2, dtype=dtype)}
         index = ck.inspect(ck.save(tmp_path, tx.init(params), tx=tx, params=params))
         assert index.products == {"orthogonalize": product}
@@ -390,18 +426,26 @@ def test_groups_of_other_ranks_do_not_save_to_one_path(here: Here, tmp_path: Pat
     dist.all_gather_object(outcomes, outcome, group=here.group)
     assert outcomes.count("saved") == 2, outcomes
     (message,) = set(outcomes) - {"saved"}
-    first, second = ("ranks 0, 1", "ranks 2, 3") if outcomes[0] == "saved" else ("ranks 2, 3", "ranks 0, 1")
+    first, second = (
+        ("ranks 0, 1", "ranks 2, 3") if outcomes[0] == "saved" else ("ranks 2, 3", "ranks 0, 1")
+    )
     assert f"was not written by {second}: {first} of this job save to it too" in message
     assert assert_one_of(ck.load(tmp_path / "one", like=state_of(0))) == int(first.split()[1][0])
     assert not list((tmp_path / "one").glob(".save*"))
 
-    for _ in range(2):  # the same group may replace its checkpoint, and other groups have other paths
+    for _ in range(
+        2
+    ):  # the same group may replace its checkpoint, and other groups have other paths
         ck.save(tmp_path / f"of {ranks[0]}", state_of(1), group=group)
     dist.barrier(here.group)
-    ck.save(tmp_path / "one", state_of(5), group=here.group)  # of all ranks, which include those of before
+    ck.save(
+        tmp_path / "one", state_of(5), group=here.group
+    )  # of all ranks, which include those of before
 
 
-def test_the_later_of_two_saves_at_the_same_time_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_later_of_two_saves_at_the_same_time_remains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     original = Draft.write
 
     def write(draft: Draft, *args: Any) -> Any:
@@ -440,7 +484,9 @@ def test_a_failed_save_that_nobody_waits_for_is_told_of_when_the_next_begins(tmp
     saving = ck.save_async(tmp_path / "file", {"w": torch.ones(1)})
     while not saving.done:
         time.sleep(0.01)
-    with pytest.warns(UserWarning, match=r"file in the background failed, and wait\(\) was not called on it"):
+    with pytest.warns(
+        UserWarning, match=r"file in the background failed, and wait\(\) was not called on it"
+    ):
         ck.save(tmp_path / "a", {"w": torch.ones(1)})
     ck.save(tmp_path / "a", {"w": torch.ones(1)})  # and once is enough
     for _ in range(2):
@@ -455,7 +501,10 @@ def test_a_failed_save_that_nobody_waits_for_is_told_of_when_the_next_begins(tmp
 def test_a_failed_save_that_nobody_waits_for_is_told_of_at_the_end_of_the_process(tmp_path: Path):
     (tmp_path / "file").write_text("mine")
     said = run_apart(f"save_async({str(tmp_path / 'file')!r}, {{'w': torch.ones(3)}})")
-    assert f"muonfx: the save to {tmp_path / 'file'} in the background failed, and wait() was not called" in said
+    assert (
+        f"muonfx: the save to {tmp_path / 'file'} in the background failed, and wait() was not called"
+        in said
+    )
     assert "a checkpoint is a folder" in said
 
 
@@ -483,7 +532,9 @@ def test_many_saves_with_one_group_are_done_in_order(here: Here, tmp_path: Path)
         saving.wait()
     assert ck.verify(tmp_path / "one").step == 6
     dist.barrier(here.group)
-    assert len(list((tmp_path / "one").iterdir())) == 2  # what is the same on all ranks is written once
+    assert (
+        len(list((tmp_path / "one").iterdir())) == 2
+    )  # what is the same on all ranks is written once
 
 
 def with_a_destroyed_group(here: Here, path: Path, when: str) -> str:
@@ -572,7 +623,10 @@ def test_ranks_load_one_checkpoint_while_it_is_replaced(here: Here, tmp_path: Pa
                 "c": FlatShard.cut(whole["c"], *((0, 0), (0, 499), (499, 500))[here.rank]),
             }
             found = ck.load(path, like=like, group=readers)
-            plain = {name: leaf.data if isinstance(leaf, FlatShard) else leaf for name, leaf in found.items()}
+            plain = {
+                name: leaf.data if isinstance(leaf, FlatShard) else leaf
+                for name, leaf in found.items()
+            }
             seen: list[int] = [0, 0, 0]
             dist.all_gather_object(seen, assert_one_of(plain), group=readers)
             assert len(set(seen)) == 1, f"ranks have loaded {seen}"
@@ -580,7 +634,9 @@ def test_ranks_load_one_checkpoint_while_it_is_replaced(here: Here, tmp_path: Pa
     dist.barrier(here.group)
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_read_is_said_to_be_gone(tmp_path: Path, monkeypatch):
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_said_to_be_gone(
+    tmp_path: Path, monkeypatch
+):
     from muonfx.checkpoint.reader import DataReader
 
     path = ck.save(ck.step_path(tmp_path, 1), state_of(1))

@@ -39,7 +39,9 @@ def values(seed: int, shape: tuple[int, ...], spread: float, exponent: int, sign
     drawn = torch.randn(shape, generator=generator) * spread
     sign = torch.randn(shape, generator=generator).sign() if signed else 1.0
     some = torch.rand(shape, generator=generator) > 0.1
-    return torch.ldexp((drawn.clamp(-20, 20).exp() * sign * some).to(torch.float32), torch.tensor(exponent))
+    return torch.ldexp(
+        (drawn.clamp(-20, 20).exp() * sign * some).to(torch.float32), torch.tensor(exponent)
+    )
 
 
 SHAPES = st.sampled_from(((), (1,), (5,), (16,), (17,), (3, 7), (2, 3, 16), (0, 3), (33, 1)))
@@ -54,7 +56,9 @@ CASES = given(
 
 
 @CASES
-def test_codes_have_the_shape_of_the_leaf_and_each_block_a_scale(book, shape, block, seed, spread, exponent):
+def test_codes_have_the_shape_of_the_leaf_and_each_block_a_scale(
+    book, shape, block, seed, spread, exponent
+):
     own = codec(*book, block)
     x = values(seed, shape, spread, exponent, book[1])
     found = own.encode(x)
@@ -69,15 +73,21 @@ def test_codes_have_the_shape_of_the_leaf_and_each_block_a_scale(book, shape, bl
 
 
 @CASES
-def test_an_element_moves_by_at_most_half_the_gap_between_its_neighbours(book, shape, block, seed, spread, exponent):
+def test_an_element_moves_by_at_most_half_the_gap_between_its_neighbours(
+    book, shape, block, seed, spread, exponent
+):
     own = codec(*book, block)
     x = values(seed, shape, spread, exponent, book[1])
     scales = own.encode(x).scales.repeat_interleave(block)[: x.numel()].double()
     levels = torch.tensor(own.book.levels, dtype=torch.float64)
-    given_, kept = ((leaf.reshape(-1).double().abs() / scales).nan_to_num() for leaf in (x, stored(own, x)))
+    given_, kept = (
+        (leaf.reshape(-1).double().abs() / scales).nan_to_num() for leaf in (x, stored(own, x))
+    )
     if not book[1]:  # what is not zero does not become zero
         given_ = torch.where(given_ > 0, given_.clamp(min=float(levels[1])), given_)
-    for _ in range(getattr(own.book, "roots", 0)):  # the levels are even, or as a float type has them, after the roots
+    for _ in range(
+        getattr(own.book, "roots", 0)
+    ):  # the levels are even, or as a float type has them, after the roots
         given_, kept, levels = given_.sqrt(), kept.sqrt(), levels.sqrt()
     above = torch.searchsorted(levels, given_).clamp(1, len(levels) - 1)
     half = (levels[above] - levels[above - 1]) / 2
@@ -113,7 +123,9 @@ def test_storing_is_odd_and_monotone(book, shape, block, seed, spread, exponent)
     kept = stored(own, x)
     if book[1]:
         assert torch.equal(stored(own, -x), -kept)
-    for before, after in zip(x.reshape(-1).split(block), kept.reshape(-1).split(block), strict=True):
+    for before, after in zip(
+        x.reshape(-1).split(block), kept.reshape(-1).split(block), strict=True
+    ):
         assert (after[before.argsort(stable=True)].diff() >= 0).all()
     assert ((x == 0) <= (kept == 0)).all()
     if not book[1]:
@@ -122,7 +134,9 @@ def test_storing_is_odd_and_monotone(book, shape, block, seed, spread, exponent)
 
 @CASES
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_nonfinite_element_makes_its_block_nan_and_no_other(bad, book, shape, block, seed, spread, exponent):
+def test_a_nonfinite_element_makes_its_block_nan_and_no_other(
+    bad, book, shape, block, seed, spread, exponent
+):
     own = codec(*book, block)
     x = values(seed, shape, spread, exponent, book[1])
     if not x.numel():
@@ -154,9 +168,14 @@ KEYS = 4000
 def test_stochastic_rounding_keeps_the_mean(book: Any):
     own = codec(*book, block=64)
     x = values(3, (64,), 1.5, 0, book[1])
-    x = torch.where(x.abs() < own.book.levels[1] * x.abs().max(), 0.0, x)  # there an unsigned book rounds up
+    x = torch.where(
+        x.abs() < own.book.levels[1] * x.abs().max(), 0.0, x
+    )  # there an unsigned book rounds up
     scale = x.abs().max()
-    kept = torch.func.vmap(lambda key: stored(own, x, key))(2**40 + torch.arange(KEYS)).double() / scale
+    kept = (
+        torch.func.vmap(lambda key: stored(own, x, key))(2**40 + torch.arange(KEYS)).double()
+        / scale
+    )
     levels = torch.tensor(own.book.levels, dtype=torch.float64)
     above = torch.searchsorted(levels, x.double().abs() / scale).clamp(1, len(levels) - 1)
     gap = levels[above] - levels[above - 1]
@@ -170,7 +189,11 @@ def test_stochastic_rounding_keeps_the_mean(book: Any):
 
 def test_noise_is_even_and_independent_of_place_and_key():
     number, bins = 2**16, 64
-    streams = [uniform(torch.tensor(key_of(name) + step), number) for name in ("w", "v") for step in (0, 1, 2)]
+    streams = [
+        uniform(torch.tensor(key_of(name) + step), number)
+        for name in ("w", "v")
+        for step in (0, 1, 2)
+    ]
     for noise in streams:
         assert noise.min() >= 0
         assert noise.max() < 1
@@ -192,7 +215,11 @@ def test_noise_is_the_same_under_vmap_and_on_every_call():
     # Fixed for good: a run that is resumed with another version must see the same noise.
     assert key_of("w") == 3414830545977038386
     assert (uniform(torch.tensor(0), 3) * 2**24).tolist() == [4024455, 356967, 841734]
-    assert (uniform(torch.tensor(3414830545977038386), 3) * 2**24).tolist() == [9959482, 1204820, 13442553]
+    assert (uniform(torch.tensor(3414830545977038386), 3) * 2**24).tolist() == [
+        9959482,
+        1204820,
+        13442553,
+    ]
 
 
 COMPACT = [
@@ -224,7 +251,13 @@ def test_a_compact_dtype_is_a_value(dtype: mfx.QuantizedDtype):
 
 
 def test_what_a_state_means_is_in_the_fingerprint():
-    told = [*COMPACT, mfx.int8(block=64), mfx.int8(min_size=0), mfx.int8(stochastic=True, seed=1), torch.float32]
+    told = [
+        *COMPACT,
+        mfx.int8(block=64),
+        mfx.int8(min_size=0),
+        mfx.int8(stochastic=True, seed=1),
+        torch.float32,
+    ]
     assert len({mfx.momentum(dtype=dtype).fingerprint for dtype in told}) == len(told)
 
 
@@ -262,24 +295,35 @@ def test_a_small_leaf_is_as_in_fp32(dtype: mfx.QuantizedDtype):
         lambda d: mfx.scale_by_lion(mu_dtype=d),
         lambda d: mfx.ema_params(0.9, dtype=d),
     ):
-        updates, expected = (kit.examples.updates_of(make(d), params, steps)[-1] for d in (dtype, torch.float32))
+        updates, expected = (
+            kit.examples.updates_of(make(d), params, steps)[-1] for d in (dtype, torch.float32)
+        )
         assert torch.equal(updates["b"], expected["b"])
 
 
 @pytest.mark.parametrize("dtype", COMPACT)
 @given(seed=st.integers(0, 1000), decay=st.sampled_from((0.0, 0.5, 0.9, 0.95)))
-def test_momentum_stays_within_what_roundings_add_up_to(dtype: mfx.QuantizedDtype, seed: int, decay: float):
+def test_momentum_stays_within_what_roundings_add_up_to(
+    dtype: mfx.QuantizedDtype, seed: int, decay: float
+):
     params, steps = tree_of(seed, steps=5)
     tx = mfx.momentum(decay, nesterov=False, dtype=dtype)
     exact, state = tx.replace(dtype=torch.float64), tx.init(params)
     exact_state = exact.init(params)
     codec = dtype.resolved.signed
-    gaps = torch.tensor(codec.book.levels).diff().max() * (1.0 if dtype.resolved.seed is not None else 0.5)
+    gaps = torch.tensor(codec.book.levels).diff().max() * (
+        1.0 if dtype.resolved.seed is not None else 0.5
+    )
     allowed = 0.0
     for grads in steps:
-        (updates, state), (_, exact_state) = tx.update(grads, state), exact.update(grads, exact_state)
+        (updates, state), (_, exact_state) = (
+            tx.update(grads, state),
+            exact.update(grads, exact_state),
+        )
         error = (updates["w"].double() - exact_state.trace["w"]).abs().max()
-        assert error <= decay * allowed + 1e-5  # what was stored before; this step's rounding shows in the next
+        assert (
+            error <= decay * allowed + 1e-5
+        )  # what was stored before; this step's rounding shows in the next
         allowed = decay * allowed + float(gaps * state.trace.scales["w"].max())
 
 
@@ -299,7 +343,9 @@ def test_noise_differs_by_name_by_role_and_by_step_and_not_by_company():
     assert not torch.equal(beside.mu.codes["v"], beside.mu.codes["w"])
 
 
-@pytest.mark.parametrize("dtype", [mfx.int8(min_size=0), mfx.int8(min_size=0, code="dynamic"), mfx.fp8(min_size=0)])
+@pytest.mark.parametrize(
+    "dtype", [mfx.int8(min_size=0), mfx.int8(min_size=0, code="dynamic"), mfx.fp8(min_size=0)]
+)
 @pytest.mark.parametrize(
     "make",
     [
@@ -323,7 +369,9 @@ def test_no_second_moment_becomes_zero_and_no_update_explodes(make: Any, dtype: 
 
 def test_an_update_has_its_derivative_and_what_is_stored_has_none():
     params, steps = tree_of(steps=2)
-    compact, plain = (mfx.momentum(0.9, nesterov=False, dtype=d) for d in (mfx.int8(), torch.float32))
+    compact, plain = (
+        mfx.momentum(0.9, nesterov=False, dtype=d) for d in (mfx.int8(), torch.float32)
+    )
 
     def of_the_second(tx: mfx.Transform, first: Tensor, second: Tensor) -> Tensor:
         _, state = tx.update({**steps[0], "w": first}, tx.init(params))
@@ -338,7 +386,9 @@ def test_an_update_has_its_derivative_and_what_is_stored_has_none():
     slope = torch.func.grad(lambda tx: of_the_second(tx, *pair))(mfx.as_tensors(compact))
     # The product rule without the old state's own derivative.
     _, state = compact.update(steps[0], compact.init(params))
-    decoded = compact.arguments["dtype"].resolved.signed.decode(state.trace.codes["w"], state.trace.scales["w"])
+    decoded = compact.arguments["dtype"].resolved.signed.decode(
+        state.trace.codes["w"], state.trace.scales["w"]
+    )
     by_hand = ((decoded - steps[1]["w"]) * params["w"]).sum()
     assert float(mfx.hyperparams(slope)["decay"]) == pytest.approx(float(by_hand), rel=1e-3)
 
@@ -347,19 +397,24 @@ def test_an_update_has_its_derivative_and_what_is_stored_has_none():
 
 
 def optimized(dtype: Any) -> mfx.TransformOptimizer:
-    tx = mfx.chain(mfx.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype), mfx.scale_by_learning_rate(1e-2))
+    tx = mfx.chain(
+        mfx.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype), mfx.scale_by_learning_rate(1e-2)
+    )
     return mfx.TransformOptimizer(nn.Linear(80, 90), tx)
 
 
 @pytest.mark.parametrize(
-    ("saved", "own"), [(torch.float32, mfx.int8()), (mfx.int8(), torch.float32), (mfx.int8(), mfx.fp8())]
+    ("saved", "own"),
+    [(torch.float32, mfx.int8()), (mfx.int8(), torch.float32), (mfx.int8(), mfx.fp8())],
 )
 def test_a_state_of_another_dtype_is_not_loaded(saved: Any, own: Any):
     old, new = optimized(saved), optimized(own)
     before = new.state_dict()
     with pytest.raises(ValueError, match="nothing was loaded"):
         new.load_state_dict(old.state_dict())
-    kit.violation.require_same("the state", new.state_dict()["state"], before["state"], "before the load")
+    kit.violation.require_same(
+        "the state", new.state_dict()["state"], before["state"], "before the load"
+    )
 
 
 def test_compact_states_survive_fake_tensors():

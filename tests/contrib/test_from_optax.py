@@ -9,7 +9,10 @@ import muonfx as mfx
 from tests import variants
 from tests.processes import Here, on_ranks
 
-PARAMS = {"w": torch.tensor([1.0, -2.0], dtype=torch.float64), "b": torch.tensor([3.0], dtype=torch.float64)}
+PARAMS = {
+    "w": torch.tensor([1.0, -2.0], dtype=torch.float64),
+    "b": torch.tensor([3.0], dtype=torch.float64),
+}
 ONES = {"w": torch.ones(2)}
 
 
@@ -84,24 +87,31 @@ def test_a_constant_rate_gives_the_plain_average_of_the_iterates():
     average = mfx.tree.map(lambda *zs: torch.stack(zs).mean(0), *iterates)
     evaluated = mfx.contrib.schedule_free_eval_params(state, params)
     torch.testing.assert_close(evaluated, average)
-    torch.testing.assert_close(params, mfx.tree.map(lambda z, mean: 0.4 * z + 0.6 * mean, state.z, average))
+    torch.testing.assert_close(
+        params, mfx.tree.map(lambda z, mean: 0.4 * z + 0.6 * mean, state.z, average)
+    )
 
 
 def test_the_average_stays_where_it_is_when_the_interpolation_changes():
     tx = mfx.contrib.schedule_free(mfx.scale(0.0), 0.1, b1=0.9)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    apart = state._replace(z=mfx.tree.map(lambda z: z + 1.0, state.z), weight_sum=state.weight_sum * 1e12)
+    apart = state._replace(
+        z=mfx.tree.map(lambda z: z + 1.0, state.z), weight_sum=state.weight_sum * 1e12
+    )
     before = mfx.contrib.schedule_free_eval_params(apart, PARAMS)
     updates, after = tx.replace(b1=0.5).update(PARAMS, apart, PARAMS)
     moved = mfx.apply_updates(PARAMS, updates)
     torch.testing.assert_close(mfx.contrib.schedule_free_eval_params(after, moved), before)
-    torch.testing.assert_close(moved, mfx.tree.map(lambda z, mean: 0.5 * z + 0.5 * mean, apart.z, before))
+    torch.testing.assert_close(
+        moved, mfx.tree.map(lambda z, mean: 0.5 * z + 0.5 * mean, apart.z, before)
+    )
 
 
 def test_parameters_to_evaluate_are_found_within_chains_routes_and_optimizers():
     model = nn.ParameterDict({name: nn.Parameter(p.clone()) for name, p in PARAMS.items()})
     tx = mfx.partition(
-        {"slow": mfx.contrib.schedule_free(DESCENT, 0.1, b1=0.5), "rest": DESCENT}, {"w": "slow", "b": "rest"}
+        {"slow": mfx.contrib.schedule_free(DESCENT, 0.1, b1=0.5), "rest": DESCENT},
+        {"w": "slow", "b": "rest"},
     )
     optimizer = mfx.TransformOptimizer(model, mfx.skip_nonfinite(mfx.chain(tx, mfx.identity())))
     for _ in range(3):
@@ -138,14 +148,19 @@ def test_another_rate_and_a_momentum_within_are_warned_of():
     rate, other = mfx.linear_schedule(0.0, 0.1, 5), mfx.linear_schedule(0.1, 0.0, 5)
     plain = mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(rate))
     for given in (0.5, other):
-        with pytest.warns(UserWarning, match=r"^schedule_free: found learning_rate=.* give both the same") as caught:
+        with pytest.warns(
+            UserWarning, match=r"^schedule_free: found learning_rate=.* give both the same"
+        ) as caught:
             mfx.contrib.schedule_free(plain, given)
         assert [found.filename for found in caught] == [__file__]
     for part, name in ((mfx.scale_by_adam(), "b1=0.9"), (mfx.momentum(), "decay=0.95")):
         with pytest.warns(
-            UserWarning, match=rf"^schedule_free: {part.name} in the inner transform has a momentum, {name}"
+            UserWarning,
+            match=rf"^schedule_free: {part.name} in the inner transform has a momentum, {name}",
         ):
-            mfx.contrib.schedule_free(mfx.skip_nonfinite(mfx.chain(part, mfx.scale_by_learning_rate(0.1))), 0.1)
+            mfx.contrib.schedule_free(
+                mfx.skip_nonfinite(mfx.chain(part, mfx.scale_by_learning_rate(0.1))), 0.1
+            )
     groups = {"a": plain, "b": mfx.scale_by_learning_rate(0.2)}
     mfx.contrib.schedule_free(mfx.partition(groups, {"w": "a"}), rate)
     mfx.contrib.schedule_free(plain, other, weight_lr_power=0.0)  # the rate is not read
@@ -166,12 +181,16 @@ def test_the_step_has_its_length_and_the_gradient_is_the_one_behind_it():
     behind = gradient(mfx.apply_updates(PARAMS, step))
     sharded = mfx.sharding.sharded(mfx.contrib.sam(0.25), mfx.sharding.zero(PARAMS, 1))
     for tx in (mfx.contrib.sam(0.25), sharded):
-        torch.testing.assert_close(mfx.contrib.sam_gradient(gradient, PARAMS, tx), behind, rtol=0, atol=0)
+        torch.testing.assert_close(
+            mfx.contrib.sam_gradient(gradient, PARAMS, tx), behind, rtol=0, atol=0
+        )
 
 
 def test_a_gradient_of_zero_gives_no_step_and_a_nan_shows():
     zero = {"w": torch.zeros(2)}
-    assert torch.equal(mfx.contrib.sam().update(zero, mfx.core.EmptyState())[0]["w"], torch.zeros(2))
+    assert torch.equal(
+        mfx.contrib.sam().update(zero, mfx.core.EmptyState())[0]["w"], torch.zeros(2)
+    )
     bad = {"w": torch.tensor([float("nan"), 1.0])}
     assert mfx.contrib.sam().update(bad, mfx.core.EmptyState())[0]["w"].isnan().all()
 

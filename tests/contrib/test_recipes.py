@@ -55,7 +55,9 @@ DIRECTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def test_the_chains_that_the_page_shows_are_the_chains_that_are_tested():
-    block = re.search(r"## The chains\n.*?```python\n(.*?)```", (DOCS / "muon-variants.md").read_text(), re.DOTALL)
+    block = re.search(
+        r"## The chains\n.*?```python\n(.*?)```", (DOCS / "muon-variants.md").read_text(), re.DOTALL
+    )
     assert block is not None
     shown: dict[str, Any] = {}
     exec(block[1], shown)
@@ -71,12 +73,22 @@ def test_scion(norm: str, constrained: bool):
         return (1 - RATE * constrained) * x - RATE * 5.0 * DIRECTIONS[norm](average(memory, "m", g))
 
     labels = dict.fromkeys(SHAPES, "role")
-    settings: dict[str, Any] = {"orthogonalize": EXACT, "constrained": constrained, "labels": labels}
-    assert_follows(mfx.contrib.scion(RATE, decay=BETA, norms={"role": (norm, 5.0)}, **settings), step)
+    settings: dict[str, Any] = {
+        "orthogonalize": EXACT,
+        "constrained": constrained,
+        "labels": labels,
+    }
+    assert_follows(
+        mfx.contrib.scion(RATE, decay=BETA, norms={"role": (norm, 5.0)}, **settings), step
+    )
 
 
 def test_scion_takes_vectors_and_default_labels():
-    params = {"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4), "ln.bias": torch.zeros(4)}
+    params = {
+        "h.0.fc.weight": torch.zeros(4, 4),
+        "wte.weight": torch.zeros(8, 4),
+        "ln.bias": torch.zeros(4),
+    }
     tx = mfx.contrib.scion(1.0, constrained=False, labels=mfx.routing.default_labels_by_name)
     grads = {name: torch.ones_like(p) for name, p in params.items()}
     updates, _ = tx.update(grads, tx.init(params), params)
@@ -92,7 +104,12 @@ def test_adamuon():
         ratio = o / (second.sqrt() + 1e-8)
         return x - RATE * (0.2 * x.numel() ** 0.5 * normed(ratio) + DECAY * x)
 
-    settings: dict[str, Any] = {"decay": BETA, "second_decay": 0.8, "nesterov": False, "weight_decay": DECAY}
+    settings: dict[str, Any] = {
+        "decay": BETA,
+        "second_decay": 0.8,
+        "nesterov": False,
+        "weight_decay": DECAY,
+    }
     assert_follows(variants.adamuon(RATE, orthogonalize=EXACT, **settings), step, rtol=1e-7)
 
 
@@ -137,18 +154,27 @@ def test_polargrad():
         m = average(memory, "m", g)
         return x - RATE * (torch.linalg.matrix_norm(m, "nuc") * polar(m) + DECAY * x)
 
-    assert_follows(variants.polargrad(RATE, decay=BETA, weight_decay=DECAY, orthogonalize=EXACT), step)
+    assert_follows(
+        variants.polargrad(RATE, decay=BETA, weight_decay=DECAY, orthogonalize=EXACT), step
+    )
 
 
 def test_namo():
     def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
         m, v = average(memory, "m", g), average(memory, "v", g.square().sum(), 0.8)
-        alpha = (1 - 0.8**t) ** 0.5 / (1 - BETA**t) * torch.linalg.matrix_norm(m) / (v.sqrt() + 1e-8)
+        alpha = (
+            (1 - 0.8**t) ** 0.5 / (1 - BETA**t) * torch.linalg.matrix_norm(m) / (v.sqrt() + 1e-8)
+        )
         return x - RATE * alpha * (polar(m) + DECAY * x)
 
     inner = mfx.chain(EXACT, mfx.add_decayed_weights(DECAY))
-    assert_follows(mfx.chain(mfx.contrib.scale_by_namo(inner, BETA, 0.8), mfx.scale_by_learning_rate(RATE)), step)
-    ruled = variants.namo(RATE, b1=BETA, b2=0.8, weight_decay=DECAY, lr_scaling="fan_in", orthogonalize=EXACT)
+    assert_follows(
+        mfx.chain(mfx.contrib.scale_by_namo(inner, BETA, 0.8), mfx.scale_by_learning_rate(RATE)),
+        step,
+    )
+    ruled = variants.namo(
+        RATE, b1=BETA, b2=0.8, weight_decay=DECAY, lr_scaling="fan_in", orthogonalize=EXACT
+    )
     assert "scale_by_namo(chain(orthogonalize" in repr(ruled)
 
 
@@ -160,7 +186,12 @@ def test_musgd():
         memory["sgd"] = BETA * memory.get("sgd", 0.0) + g
         return x - RATE * (0.4 * muon + 0.7 * (g + BETA * memory["sgd"]))
 
-    assert_follows(variants.musgd(RATE, muon=0.4, sgd=0.7, decay=BETA, weight_decay=DECAY, orthogonalize=EXACT), step)
+    assert_follows(
+        variants.musgd(
+            RATE, muon=0.4, sgd=0.7, decay=BETA, weight_decay=DECAY, orthogonalize=EXACT
+        ),
+        step,
+    )
 
 
 def test_muon_hyperball():
@@ -205,7 +236,9 @@ def test_dion(rank: int):
         right = total.T @ left
         memory["m"] = total - (1 - BETA) * left @ right.T
         memory["q"] = right / right.norm(dim=0, keepdim=True)
-        return (1 - RATE * DECAY) * x - RATE * (x.shape[0] / x.shape[1]) ** 0.5 * left @ memory["q"].T
+        return (1 - RATE * DECAY) * x - RATE * (x.shape[0] / x.shape[1]) ** 0.5 * left @ memory[
+            "q"
+        ].T
 
     assert_follows(variants.dion(RATE, rank=rank, decay=BETA, weight_decay=DECAY), step)
 
@@ -239,7 +272,9 @@ def test_dion2(shrink: int):
 
 
 @given(st.integers(0, 999), st.sampled_from((torch.float32, torch.bfloat16)))
-def test_rows_of_equal_norms_are_selected_in_order_however_they_are_summed(seed: int, dtype: torch.dtype):
+def test_rows_of_equal_norms_are_selected_in_order_however_they_are_summed(
+    seed: int, dtype: torch.dtype
+):
     """Each row has the same magnitudes in another order, so that floating-point sums differ by rounding."""
     draw = torch.Generator().manual_seed(seed)
     row = (8 * torch.randn(33, generator=draw)).exp().to(dtype)  # more than the 53 bits of fp64
@@ -270,7 +305,9 @@ def test_the_cost_of_dion2_is_of_the_selected_rows():
 def test_a_dual_norm_is_that_of_the_inner_direction():
     grads = {"w": torch.tensor([[1e-30, -2e-30], [0.0, 3e-30]])}
     tx = mfx.contrib.scale_by_dual_norm(mfx.scale_by_sign())
-    torch.testing.assert_close(tx.update(grads, tx.init(grads))[0]["w"], 6e-30 * grads["w"].sign(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        tx.update(grads, tx.init(grads))[0]["w"], 6e-30 * grads["w"].sign(), rtol=1e-6, atol=0
+    )
 
 
 def test_the_dual_norm_of_a_huge_gradient_of_rank_one_gives_the_gradient():
@@ -300,7 +337,9 @@ def test_ema_nesterov():
         return memory["iterate"] + factors(t - 1) * average(memory, "m", memory["iterate"] - old)
 
     tx = mfx.chain(
-        mfx.add_decayed_weights(DECAY), mfx.scale_by_learning_rate(RATE), mfx.contrib.ema_nesterov(BETA, factors)
+        mfx.add_decayed_weights(DECAY),
+        mfx.scale_by_learning_rate(RATE),
+        mfx.contrib.ema_nesterov(BETA, factors),
     )
     assert_follows(tx, step)
 
@@ -338,14 +377,20 @@ def inverse_root(factor: Tensor, damping: float) -> Tensor:
 @pytest.mark.parametrize("refresh", [1, 3])
 def test_shampoo(refresh: int):
     def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
-        factors = [average(memory, f"factor{side}", f, 0.8) for side, f in enumerate((g @ g.T, g.T @ g))]
+        factors = [
+            average(memory, f"factor{side}", f, 0.8) for side, f in enumerate((g @ g.T, g.T @ g))
+        ]
         if t % refresh == 1 or refresh == 1:
             memory["roots"] = [inverse_root(factor / (1 - 0.8**t), 0.01) for factor in factors]
         left, right = memory["roots"]
         return x - RATE * left @ g @ right
 
-    tx = mfx.chain(mfx.contrib.scale_by_shampoo(0.8, 0.01, refresh=refresh), mfx.scale_by_learning_rate(RATE))
-    formulas.assert_follows(tx, step, kit.Example.of(SHAPES, steps=8, dtype=torch.float64), rtol=1e-9, atol=1e-10)
+    tx = mfx.chain(
+        mfx.contrib.scale_by_shampoo(0.8, 0.01, refresh=refresh), mfx.scale_by_learning_rate(RATE)
+    )
+    formulas.assert_follows(
+        tx, step, kit.Example.of(SHAPES, steps=8, dtype=torch.float64), rtol=1e-9, atol=1e-10
+    )
 
 
 def test_the_chain_of_shampoo_has_updates_of_one_size():
@@ -405,7 +450,9 @@ def inverse(factor: Tensor, basis: Tensor, t: int, g: Tensor, shift: float = 2.0
     if t == 1:
         values = g.square().mean().sqrt().expand_as(values)
     else:
-        values = values + values.mean() * 0.8 ** (t - 1) / (1 - 0.8 ** (t - 1)) + shift * values.max()
+        values = (
+            values + values.mean() * 0.8 ** (t - 1) / (1 - 0.8 ** (t - 1)) + shift * values.max()
+        )
     return basis @ (1 / values).diag() @ basis.T
 
 
@@ -428,7 +475,9 @@ def test_soap(refresh: int, longest: int, factors: Any):
         update = torch.zeros_like(x)
         if t > 1:
             m = average(memory, "m", g)
-            v = average(memory, "v", (bases[0].T @ g @ bases[1]).square(), 0.8) / (1 - 0.8 ** (t - 1))
+            v = average(memory, "v", (bases[0].T @ g @ bases[1]).square(), 0.8) / (
+                1 - 0.8 ** (t - 1)
+            )
             adam = bases[0].T @ m @ bases[1] / (1 - BETA ** (t - 1)) / (v.sqrt() + 1e-8)
             update = bases[0] @ adam @ bases[1].T
         new = squares(t, g, memory)
@@ -436,15 +485,21 @@ def test_soap(refresh: int, longest: int, factors: Any):
             factor = average(memory, f"factor{side}", new[side], 0.8)
             if (t - 1) % refresh == 0:
                 bases[side], order = power_iterated(factor, bases[side])
-                memory["v"] = memory["v"].index_select(side, order) if "v" in memory else torch.zeros_like(x)
+                memory["v"] = (
+                    memory["v"].index_select(side, order) if "v" in memory else torch.zeros_like(x)
+                )
         return x - RATE * (update + DECAY * x)
 
     tx = mfx.chain(
-        mfx.contrib.scale_by_soap(BETA, 0.8, factors=factors, refresh=refresh, max_precondition_size=longest),
+        mfx.contrib.scale_by_soap(
+            BETA, 0.8, factors=factors, refresh=refresh, max_precondition_size=longest
+        ),
         mfx.add_decayed_weights(DECAY),
         mfx.scale_by_learning_rate(RATE),
     )
-    formulas.assert_follows(tx, step, kit.Example.of(SHAPES, steps=9, dtype=torch.float64), rtol=1e-8, atol=1e-9)
+    formulas.assert_follows(
+        tx, step, kit.Example.of(SHAPES, steps=9, dtype=torch.float64), rtol=1e-8, atol=1e-9
+    )
 
 
 def test_soap_muon_orthogonalizes_the_direction_of_soap():
@@ -457,12 +512,18 @@ def test_soap_muon_orthogonalizes_the_direction_of_soap():
             tx.update(grads, state, params) for tx, state in zip(both, states, strict=True)
         )
         for name, (rows, columns) in SHAPES.items():
-            wanted = RATE * (rows / columns) ** 0.5 * polar(direction[name]) if t else torch.zeros(rows, columns)
+            wanted = (
+                RATE * (rows / columns) ** 0.5 * polar(direction[name])
+                if t
+                else torch.zeros(rows, columns)
+            )
             torch.testing.assert_close(ours[name], wanted, rtol=1e-9, atol=1e-10, check_dtype=False)
 
 
 @pytest.mark.parametrize(("longest", "factors"), [(100, "shampoo"), (4, "shampoo"), (100, "kl")])
-def test_soap_resumes_from_a_checkpoint_with_the_same_bits(longest: int, factors: Any, tmp_path: Path):
+def test_soap_resumes_from_a_checkpoint_with_the_same_bits(
+    longest: int, factors: Any, tmp_path: Path
+):
     params, steps = kit.Example.of(SHAPES | {"stack": (2, 3, 5)}, steps=4)
     tx = mfx.contrib.scale_by_soap(factors=factors, max_precondition_size=longest)
     state = tx.init(params)
@@ -478,7 +539,9 @@ def test_soap_resumes_from_a_checkpoint_with_the_same_bits(longest: int, factors
 def test_the_bases_of_soap_become_the_eigenvectors():
     draw = torch.Generator().manual_seed(0)
     shape = {"w": torch.zeros(12, 8, dtype=torch.float64)}
-    rows, columns = (torch.randn(n, n, generator=draw, dtype=torch.float64) for n in shape["w"].shape)
+    rows, columns = (
+        torch.randn(n, n, generator=draw, dtype=torch.float64) for n in shape["w"].shape
+    )
     tx = mfx.contrib.scale_by_soap(b2=0.99)
     state = tx.init(shape)
     for _ in range(200):
@@ -490,7 +553,9 @@ def test_the_bases_of_soap_become_the_eigenvectors():
         assert cosines[values.flip(0) > 1e-3 * values.max()].min() > 0.98
 
 
-def test_the_kl_factors_are_those_of_emerging_optimizers_without_damping(monkeypatch: pytest.MonkeyPatch):
+def test_the_kl_factors_are_those_of_emerging_optimizers_without_damping(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """Their ``update_kronecker_factors_kl_shampoo`` on factors of many steps, whose eigenvalues it clamps to 1e-8."""
     monkeypatch.setattr(import_module("muonfx.contrib.soap"), "_SHIFT", 0.0)
     draw = torch.Generator().manual_seed(0)
@@ -504,8 +569,12 @@ def test_the_kl_factors_are_those_of_emerging_optimizers_without_damping(monkeyp
     p, q = old.left_basis["w"], old.right_basis["w"]
     new_left = g @ q @ (1 / (q.T @ right @ q).diagonal().clamp(min=1e-8)).diag() @ q.T @ g.T / 6
     new_right = g.T @ p @ (1 / (p.T @ left @ p).diagonal().clamp(min=1e-8)).diag() @ p.T @ g / 4
-    torch.testing.assert_close(state.left["w"], BETA * left + (1 - BETA) * new_left, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(state.right["w"], BETA * right + (1 - BETA) * new_right, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        state.left["w"], BETA * left + (1 - BETA) * new_left, rtol=1e-11, atol=1e-12
+    )
+    torch.testing.assert_close(
+        state.right["w"], BETA * right + (1 - BETA) * new_right, rtol=1e-11, atol=1e-12
+    )
 
 
 def test_the_bases_of_kl_factors_are_nearer_to_the_eigenvectors_of_the_covariance():
@@ -517,8 +586,13 @@ def test_the_bases_of_kl_factors_are_nearer_to_the_eigenvectors_of_the_covarianc
     found = {"shampoo": torch.zeros(2), "kl": torch.zeros(2)}
     for seed in range(3):
         draw = torch.Generator().manual_seed(seed)
-        turns = [torch.linalg.qr(torch.randn(n, n, generator=draw, dtype=torch.float64))[0] for n in (12, 20)]
-        rows, columns = (turn * torch.logspace(0, -2, len(turn), dtype=torch.float64) for turn in turns)
+        turns = [
+            torch.linalg.qr(torch.randn(n, n, generator=draw, dtype=torch.float64))[0]
+            for n in (12, 20)
+        ]
+        rows, columns = (
+            turn * torch.logspace(0, -2, len(turn), dtype=torch.float64) for turn in turns
+        )
         noise = torch.randn(100, 12, 20, generator=draw, dtype=torch.float64)
         for factors, sums in found.items():
             tx = mfx.contrib.scale_by_soap(factors=factors)  # type: ignore[arg-type]
@@ -526,7 +600,10 @@ def test_the_bases_of_kl_factors_are_nearer_to_the_eigenvectors_of_the_covarianc
             for z in noise:
                 _, state = tx.run({"w": rows @ z @ columns.T}, state, None)
             sums += torch.tensor(
-                [excess(b["w"], f @ f.T) for b, f in ((state.left_basis, rows), (state.right_basis, columns))]
+                [
+                    excess(b["w"], f @ f.T)
+                    for b, f in ((state.left_basis, rows), (state.right_basis, columns))
+                ]
             )
     assert (found["kl"] < 0.5 * found["shampoo"]).all(), found
 
@@ -545,13 +622,19 @@ def test_the_bases_of_kl_factors_do_not_depend_on_the_size_of_gradients(exponent
 
 @pytest.mark.parametrize("longest", [100, 20])
 @pytest.mark.parametrize("factors", ["shampoo", "kl"])
-def test_the_cost_of_soap_counts_its_products_and_five_for_each_decomposition(factors: Any, longest: int):
-    tx = mfx.contrib.scale_by_soap(factors=factors, max_precondition_size=longest, view=mfx.MatrixView(STACK))
+def test_the_cost_of_soap_counts_its_products_and_five_for_each_decomposition(
+    factors: Any, longest: int
+):
+    tx = mfx.contrib.scale_by_soap(
+        factors=factors, max_precondition_size=longest, view=mfx.MatrixView(STACK)
+    )
     grads = {"w": torch.randn(3, 12, 40)}
     with FlopCounterMode(display=False) as counted:
         tx.run(grads, tx.init(grads), None)
     decompositions = 3 * 5 * 2 * sum(side**3 for side in (12, 40) if side <= longest)
-    assert cost_of(tx, grads) == counted.get_total_flops() + decompositions + 10 * grads["w"].numel()
+    assert (
+        cost_of(tx, grads) == counted.get_total_flops() + decompositions + 10 * grads["w"].numel()
+    )
 
 
 def test_the_cost_of_shampoo_counts_its_products_and_twelve_for_each_decomposition():
@@ -559,7 +642,9 @@ def test_the_cost_of_shampoo_counts_its_products_and_twelve_for_each_decompositi
     with FlopCounterMode(display=False) as counted:
         tx.run(grads, tx.init(grads), None)
     decompositions = 12 * 2 * (12**3 + 40**3)
-    assert cost_of(tx, grads) == counted.get_total_flops() + decompositions + 10 * grads["w"].numel()
+    assert (
+        cost_of(tx, grads) == counted.get_total_flops() + decompositions + 10 * grads["w"].numel()
+    )
 
 
 def off_diagonal(factor: Tensor, basis: Tensor) -> float:
@@ -581,7 +666,13 @@ def test_the_start_of_the_bases_of_soap_matters_less_than_frequent_refreshes():
             factor = state.left["w"]
             start = torch.linalg.eigh(factor)[1].flip(1)
             often = start if often is None else power_iterated(factor, often)[0]
-            rarely = start if rarely is None else power_iterated(factor, rarely)[0] if t % 10 == 1 else rarely
+            rarely = (
+                start
+                if rarely is None
+                else power_iterated(factor, rarely)[0]
+                if t % 10 == 1
+                else rarely
+            )
             if t in at:
                 from_identity[t] += off_diagonal(factor, state.left_basis["w"])
                 from_eigenvectors[t] += off_diagonal(factor, often)
@@ -614,7 +705,9 @@ def test_muon_trains_the_factors_b_of_lora_and_nothing_else():
     assert {name for name, label in labels.items() if label == "muon"} == LORA_B
     assert set(labels.values()) == {"muon", "adamw"}
     frozen = torch.nn.Parameter(torch.zeros(5, 2), requires_grad=False)
-    assert mfx.contrib.lora_labels({"q.lora_B.other.weight": frozen})["q.lora_B.other.weight"] is None
+    assert (
+        mfx.contrib.lora_labels({"q.lora_B.other.weight": frozen})["q.lora_B.other.weight"] is None
+    )
 
 
 def test_lora_labels_warn_of_a_base_weight_that_may_be_frozen():
@@ -627,18 +720,29 @@ def test_lora_labels_warn_of_a_base_weight_that_may_be_frozen():
 
 
 def test_muon_with_lora_labels_is_a_partition_of_muon_and_adam():
-    params, steps = kit.Example.of({"q.lora_A.weight": (2, 6), "q.lora_B.weight": (5, 2)}, steps=3, dtype=torch.float64)
+    params, steps = kit.Example.of(
+        {"q.lora_A.weight": (2, 6), "q.lora_B.weight": (5, 2)}, steps=3, dtype=torch.float64
+    )
     ours = mfx.muon_with_adamw(
-        0.02, 0.01, orthogonalize=EXACT, weight_decay=0.0, adamw_weight_decay=0.0, labels=mfx.contrib.lora_labels
+        0.02,
+        0.01,
+        orthogonalize=EXACT,
+        weight_decay=0.0,
+        adamw_weight_decay=0.0,
+        labels=mfx.contrib.lora_labels,
     )
     theirs = mfx.partition(
-        {"muon": mfx.muon(0.02, orthogonalize=EXACT), "adamw": mfx.adamw(0.01, b2=0.95, weight_decay=0.0)},
+        {
+            "muon": mfx.muon(0.02, orthogonalize=EXACT),
+            "adamw": mfx.adamw(0.01, b2=0.95, weight_decay=0.0),
+        },
         {"q.lora_A.weight": "adamw", "q.lora_B.weight": "muon"},
     )
     states = [tx.init(params) for tx in (ours, theirs)]
     for grads in steps:
         (found, states[0]), (wanted, states[1]) = (
-            tx.update(grads, state, params) for tx, state in zip((ours, theirs), states, strict=True)
+            tx.update(grads, state, params)
+            for tx, state in zip((ours, theirs), states, strict=True)
         )
         assert all(torch.equal(found[name], wanted[name]) for name in found)
 
@@ -648,9 +752,12 @@ def _change_by_rounding(tx: mfx.Transform, shape: tuple[int, int]) -> float:
     generator = torch.Generator().manual_seed(0)
     params = {"w": torch.randn(shape, generator=generator)}
     steps = [{"w": torch.randn(shape, generator=generator)} for _ in range(3)]
-    noisy = [{"w": grads["w"] * (1 + 1e-7 * torch.randn(shape, generator=generator))} for grads in steps]
+    noisy = [
+        {"w": grads["w"] * (1 + 1e-7 * torch.randn(shape, generator=generator))} for grads in steps
+    ]
     usual, changed = (
-        sum(updates["w"] for updates in kit.examples.updates_of(tx, params, grads)) for grads in (steps, noisy)
+        sum(updates["w"] for updates in kit.examples.updates_of(tx, params, grads))
+        for grads in (steps, noisy)
     )
     return float((usual - changed).norm() / usual.norm())
 

@@ -28,7 +28,9 @@ def a_view(draw: st.DrawFn, buffers: list[Tensor]) -> Tensor:
     """A matrix in one of several buffers, as one of many kinds of view."""
     buffer = buffers[draw(st.integers(0, len(buffers) - 1))]
     start = draw(st.integers(0, 3)) * SIZE // 2
-    kind = draw(st.sampled_from(("whole", "transposed", "row", "scalar", "windows", "every other", "own")))
+    kind = draw(
+        st.sampled_from(("whole", "transposed", "row", "scalar", "windows", "every other", "own"))
+    )
     if kind == "transposed":
         return buffer[start : start + SIZE].view(SHAPE).mT
     if kind == "row":
@@ -64,7 +66,9 @@ def with_shared_leaves(state: Any, others: list[Tensor], picks: list[int]) -> An
     return mfx.tree.unflatten(treedef, leaves)
 
 
-@pytest.mark.parametrize("donate", [True, mfx.Donation(updates=True), mfx.Donation(state=True)], ids=str)
+@pytest.mark.parametrize(
+    "donate", [True, mfx.Donation(updates=True), mfx.Donation(state=True)], ids=str
+)
 @settings(max_examples=2 * settings.default.max_examples)
 @given(
     tx=st.sampled_from(EVERY),
@@ -99,20 +103,29 @@ def test_parameters_and_updates_may_share_memory_when_they_are_added(
     params, updates = trees
     expected = copy.deepcopy(mfx.apply_updates(params, updates))
     if any(map(overlaps_itself, params.values())):
-        with pytest.raises(ValueError, match=r"apply_updates: params: '[abc]' has shape \(4, 4\) and strides"):
+        with pytest.raises(
+            ValueError, match=r"apply_updates: params: '[abc]' has shape \(4, 4\) and strides"
+        ):
             mfx.apply_updates(params, updates, donate=True)
         return
-    require_same("donated", mfx.apply_updates(params, updates, donate=True), expected, "not donated")
+    require_same(
+        "donated", mfx.apply_updates(params, updates, donate=True), expected, "not donated"
+    )
 
 
 def test_views_of_one_buffer_stay_donated():
     tx = mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1))
     flat = torch.randn(3, 12)
     params, grads, trace = ({"a": row[:4], "b": row[4:]} for row in flat)
-    state = {"momentum": tx.init(params)["momentum"]._replace(trace=trace), "scale": mfx.core.EmptyState()}
+    state = {
+        "momentum": tx.init(params)["momentum"]._replace(trace=trace),
+        "scale": mfx.core.EmptyState(),
+    }
     assert mfx.tree.same_structure(state, tx.init(params))
     updates, state = tx.update(grads, state, params, donate=True)
-    assert all(state["momentum"].trace[name].data_ptr() == trace[name].data_ptr() for name in params)
+    assert all(
+        state["momentum"].trace[name].data_ptr() == trace[name].data_ptr() for name in params
+    )
     assert all(updates[name].data_ptr() == grads[name].data_ptr() for name in params)
     assert mfx.apply_updates(params, updates, donate=True)["b"] is params["b"]
 
@@ -128,7 +141,11 @@ def test_donation_in_a_graph_changes_no_value_and_no_input(transformed: str):
         new = mfx.apply_updates(params, updates, donate=True)
         return torch.stack([updates["a"], updates["b"], new["a"], new["b"]])
 
-    run = torch.vmap(step) if transformed == "vmap" else torch.compile(step, backend="eager", fullgraph=True)
+    run = (
+        torch.vmap(step)
+        if transformed == "vmap"
+        else torch.compile(step, backend="eager", fullgraph=True)
+    )
     given, weight = (u[None], w[None]) if transformed == "vmap" else (u, w)
     before = given.clone(), weight.clone()
     update = tx.update({"a": u}, tx.init({"a": w}), {"a": w})[0]["a"]
@@ -208,9 +225,17 @@ def recorded():
     return lambda params: mfx.core.EmptyState(), update
 
 
-COMPOSED = [mfx.chain(recorded()), mfx.partition({"a": recorded()}, {"w": "a"}), mfx.add_updates(recorded())]
+COMPOSED = [
+    mfx.chain(recorded()),
+    mfx.partition({"a": recorded()}, {"w": "a"}),
+    mfx.add_updates(recorded()),
+]
 # `skip_nonfinite` keeps the old state, which it returns for a skipped step.
-COMPOSED += [tx.replace(inner=recorded()) for tx in EVERY if "inner" in tx.arguments and tx.name != "skip_nonfinite"]
+COMPOSED += [
+    tx.replace(inner=recorded())
+    for tx in EVERY
+    if "inner" in tx.arguments and tx.name != "skip_nonfinite"
+]
 
 
 @pytest.mark.parametrize("tx", COMPOSED, ids=lambda tx: tx.name)
@@ -222,5 +247,7 @@ def test_a_transform_that_calls_others_donates_its_state_to_them(tx: mfx.Transfo
     params = {"w": torch.ones(3, 2)}
     state = tx.init(params)
     DONATIONS.clear()
-    tx.run({"w": torch.ones(3, 2)}, state, params, donate=mfx.core.Donation(updates=True, state=True))
+    tx.run(
+        {"w": torch.ones(3, 2)}, state, params, donate=mfx.core.Donation(updates=True, state=True)
+    )
     assert [donation.state for donation in DONATIONS] == [True]

@@ -25,7 +25,9 @@ from tests.processes import ROOT, run_python
 SCALED = mfx.scale(2.0)
 
 
-def momentum_like(*, module: str, name: str = "averaged", declared: str | None = None, newer: bool = False) -> Any:
+def momentum_like(
+    *, module: str, name: str = "averaged", declared: str | None = None, newer: bool = False
+) -> Any:
     """A factory as it would be, had it been written in a module of that name, with an argument more or less."""
 
     def older(decay: float = 0.9, nesterov: bool = True, dtype: Any = torch.float32):
@@ -82,7 +84,16 @@ REORDERED = {"*": 2, "head*": 1}
         ({"*": 1}, {"*": 1.0}),
         ({"*": (1, 2)}, {"*": (True, 2)}),
     ],
-    ids=["dict", "nested", "subclass", "dataclass", "named tuple", "set", "int and float", "int and bool"],
+    ids=[
+        "dict",
+        "nested",
+        "subclass",
+        "dataclass",
+        "named tuple",
+        "set",
+        "int and float",
+        "int and bool",
+    ],
 )
 def test_transforms_are_equal_only_if_their_fingerprints_are(options: Any, others: Any):
     tx = with_options(options)
@@ -93,23 +104,42 @@ def test_transforms_are_equal_only_if_their_fingerprints_are(options: Any, other
 
 
 def test_a_fingerprint_does_not_change_when_a_module_of_ours_moves():
-    here, there = (momentum_like(module=f"muonfx.{place}") for place in ("transforms.momentum", "elsewhere.deep.file"))
+    here, there = (
+        momentum_like(module=f"muonfx.{place}")
+        for place in ("transforms.momentum", "elsewhere.deep.file")
+    )
     assert here().fingerprint == there().fingerprint
-    assert mfx.chain(here(nesterov=False)).fingerprint == mfx.chain(there(nesterov=False)).fingerprint
+    assert (
+        mfx.chain(here(nesterov=False)).fingerprint == mfx.chain(there(nesterov=False)).fingerprint
+    )
     assert public_name(here) == "muonfx.averaged"
 
 
 def test_a_fingerprint_does_not_change_when_an_argument_with_a_default_is_added():
     older, newer = (momentum_like(module="muonfx.x", newer=added) for added in (False, True))
-    for given_to_both in ({}, {"nesterov": False}, {"dtype": None}, {"decay": 0.5, "dtype": mfx.int8(4)}):
+    for given_to_both in (
+        {},
+        {"nesterov": False},
+        {"dtype": None},
+        {"decay": 0.5, "dtype": mfx.int8(4)},
+    ):
         assert older(**given_to_both).fingerprint == newer(**given_to_both).fingerprint
-    for used in ({"warm": True}, {"rate": mfx.linear_schedule(1.0, 0.0, 3)}, {"inner": mfx.momentum()}, {"rate": None}):
+    for used in (
+        {"warm": True},
+        {"rate": mfx.linear_schedule(1.0, 0.0, 3)},
+        {"inner": mfx.momentum()},
+        {"rate": None},
+    ):
         assert newer(**used).fingerprint != older().fingerprint
-    assert newer(rate=0.5, inner=mfx.scale(3.0)).fingerprint == older().fingerprint  # numbers do not count
+    assert (
+        newer(rate=0.5, inner=mfx.scale(3.0)).fingerprint == older().fingerprint
+    )  # numbers do not count
     assert newer(rate=3).fingerprint == older().fingerprint  # an int where a float is meant
 
 
-def test_a_pickle_gets_the_default_of_an_argument_that_was_added_since(monkeypatch: pytest.MonkeyPatch):
+def test_a_pickle_gets_the_default_of_an_argument_that_was_added_since(
+    monkeypatch: pytest.MonkeyPatch,
+):
     module: Any = ModuleType("acme_transforms")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     module.averaged = momentum_like(module=module.__name__)
@@ -132,7 +162,11 @@ def test_a_pickle_of_several_inner_transforms_gets_the_default_of_an_argument_th
         return both(*members, **named)
 
     def as_factory(function: Any) -> Any:
-        function.__module__, function.__qualname__, function.__name__ = module.__name__, "both", "both"
+        function.__module__, function.__qualname__, function.__name__ = (
+            module.__name__,
+            "both",
+            "both",
+        )
         return mfx.transform(function)
 
     module.both = as_factory(both)
@@ -159,9 +193,15 @@ def test_a_fingerprint_does_not_change_when_a_function_is_renamed_that_has_decla
     assert one().fingerprint == two().fingerprint
     assert one().name == two().name == "averaged"
     params = {"w": torch.zeros(2)}
-    assert list(mfx.spec(mfx.chain(one()), params)) == list(mfx.spec(mfx.chain(two()), params)) == ["averaged/trace/w"]
+    assert (
+        list(mfx.spec(mfx.chain(one()), params))
+        == list(mfx.spec(mfx.chain(two()), params))
+        == ["averaged/trace/w"]
+    )
     undeclared = momentum_like(module="acme.a"), momentum_like(module="acme.b")
-    assert undeclared[0]().fingerprint != undeclared[1]().fingerprint  # they were not declared equal
+    assert (
+        undeclared[0]().fingerprint != undeclared[1]().fingerprint
+    )  # they were not declared equal
     for bad in ("", "a b", "a..b", "a/b", 3):
         with pytest.raises(ValueError, match="identifiers with dots"):
             momentum_like(module="acme.a", declared=bad)
@@ -176,10 +216,14 @@ def test_no_two_factories_of_ours_have_one_public_name():
         for name, module in sys.modules.items()
         if name.partition(".")[0] == "muonfx"
         for value in vars(module).values()
-        if hasattr(value, "definition") and callable(value) and value.__module__.startswith("muonfx")
+        if hasattr(value, "definition")
+        and callable(value)
+        and value.__module__.startswith("muonfx")
     }
     assert len(factories) > 40
-    assert [name for name, times in Counter(map(public_name, factories.values())).items() if times > 1] == []
+    assert [
+        name for name, times in Counter(map(public_name, factories.values())).items() if times > 1
+    ] == []
 
 
 @given(kit.transforms(matrices=True), kit.transforms(matrices=True))
@@ -256,7 +300,9 @@ def test_fingerprints_are_the_same_in_every_process_and_for_a_script_and_its_imp
 
     script, child = run("train.py", seed="1")  # in the child the script is called __mp_main__
     (module,) = run("-m", "package.train", seed="2")
-    imported = run("-c", "import train, package.train; train.show(); package.train.show()", seed="3")
+    imported = run(
+        "-c", "import train, package.train; train.show(); package.train.show()", seed="3"
+    )
     assert [script, module] == imported
     assert script == child
     assert len(set(eval(script))) == len(eval(script)) > 20  # and all of them differ
@@ -264,9 +310,15 @@ def test_fingerprints_are_the_same_in_every_process_and_for_a_script_and_its_imp
 
 def test_a_factory_in_no_module_prints_and_has_a_direction():
     names: dict[str, Any] = {"mfx": mfx}
-    exec("@mfx.transform\ndef same():\n    return mfx.identity().functions\ndef halve(u, p):\n    return u", names)
+    exec(
+        "@mfx.transform\ndef same():\n    return mfx.identity().functions\ndef halve(u, p):\n    return u",
+        names,
+    )
     assert names["same"].__module__ is None
-    assert repr(mfx.chain(names["same"](), mfx.stateless(names["halve"]))) == "chain(same(), stateless(halve))"
+    assert (
+        repr(mfx.chain(names["same"](), mfx.stateless(names["halve"])))
+        == "chain(same(), stateless(halve))"
+    )
     assert signs(names["same"]()) == {0}
 
 

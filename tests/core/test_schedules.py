@@ -34,7 +34,9 @@ def test_numbers_as_tensors_give_the_same_and_have_derivatives(schedule: mfx.Sch
 @pytest.mark.parametrize("steps", [1, 4])
 def test_an_exponential_is_a_power_of_its_rate(steps: int):
     for count in range(14):
-        assert mfx.exponential_decay(2.0, steps, RATE)(count) == pytest.approx(2.0 * RATE ** (count / steps))
+        assert mfx.exponential_decay(2.0, steps, RATE)(count) == pytest.approx(
+            2.0 * RATE ** (count / steps)
+        )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,10 @@ def test_each_step_uses_the_schedules_number(name: str):
 def test_localities_extras_and_promises_are_those_of_the_transform():
     for plain, tx in ((make(0.5), make(RISING)) for make in MAKERS.values()):
         assert (tx.locality, tx.reads_params) == (plain.locality, plain.reads_params)
-        assert (tx.extras, tx._keeps_donation_promise) == (plain.extras, plain._keeps_donation_promise)
+        assert (tx.extras, tx._keeps_donation_promise) == (
+            plain.extras,
+            plain._keeps_donation_promise,
+        )
     updates, _ = shifted(RISING).update(PARAMS, shifted(RISING).init(PARAMS), more=1.0)
     assert torch.equal(updates["b"], PARAMS["b"] + 1.5)
 
@@ -163,7 +168,9 @@ def test_the_function_of_a_schedule_may_return_any_single_number(kind: str):
 @pytest.mark.parametrize("value", [None, "0.1", [0.1], torch.ones(2)])
 def test_a_schedule_that_returns_no_number_is_an_error_when_a_transform_receives_it(value: Any):
     schedule = mfx.schedule(lambda: lambda count: value)()
-    with pytest.raises(TypeError, match=r"<lambda>\(\): .* must return a number or a 0-d tensor, found"):
+    with pytest.raises(
+        TypeError, match=r"<lambda>\(\): .* must return a number or a 0-d tensor, found"
+    ):
         mfx.scale(schedule)
 
 
@@ -186,7 +193,9 @@ def test_a_table_of_values_may_end_with_the_run():
 
 @pytest.mark.parametrize("part", [0.1, mfx.constant_schedule, lambda count: count])
 def test_only_schedules_can_be_joined(part: Any):
-    with pytest.raises(TypeError, match=r"join_schedules: schedules\[1\] must be a Schedule, found"):
+    with pytest.raises(
+        TypeError, match=r"join_schedules: schedules\[1\] must be a Schedule, found"
+    ):
         mfx.join_schedules([mfx.constant_schedule(0.1), part], [10])
 
 
@@ -216,7 +225,9 @@ def test_derivatives_by_a_number_of_a_schedule_are_differences_alone_and_under_v
     slope_of_loss = torch.func.grad(loss_after_training)
     slopes = torch.stack([slope_of_loss(rate) for rate in RATES])
     step = 1e-6
-    differences = [loss_after_training(rate + step) - loss_after_training(rate - step) for rate in RATES]
+    differences = [
+        loss_after_training(rate + step) - loss_after_training(rate - step) for rate in RATES
+    ]
     torch.testing.assert_close(slopes, torch.stack(differences) / (2 * step), rtol=1e-6, atol=0.0)
     torch.testing.assert_close(torch.func.vmap(slope_of_loss)(RATES), slopes)
 

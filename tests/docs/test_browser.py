@@ -31,13 +31,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A Chromium that the machine has: playwright's own would have to be downloaded."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (make setup)")
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (make setup)"
+    )
     program = next(filter(None, map(shutil.which, CHROMIUMS)), None)
     if program is None:
         pytest.skip(f"none of {', '.join(CHROMIUMS)} is on PATH")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=program, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+            executable_path=program,
+            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
         )
         yield browser
         browser.close()
@@ -79,7 +82,9 @@ class Visit:
 def visit(browser: Any, theme: str, chosen: list[Path]) -> Visit:
     """Open pages one after the other, at both widths."""
     seen = Visit()
-    context = browser.new_context(color_scheme=theme, viewport=WINDOWS["wide"], reduced_motion="reduce")
+    context = browser.new_context(
+        color_scheme=theme, viewport=WINDOWS["wide"], reduced_motion="reduce"
+    )
     tab = context.new_page()
     current = Path()
 
@@ -88,7 +93,9 @@ def visit(browser: Any, theme: str, chosen: list[Path]) -> Visit:
             seen.wrong.append(f"{current}: asks for {request.url}")
 
     def on_failure(request: Any) -> None:
-        if "ERR_ABORTED" not in (request.failure or ""):  # the next page was opened before it was loaded
+        if "ERR_ABORTED" not in (
+            request.failure or ""
+        ):  # the next page was opened before it was loaded
             seen.wrong.append(f"{current}: found nothing at {request.url}")
 
     def on_console(message: Any) -> None:
@@ -105,11 +112,15 @@ def visit(browser: Any, theme: str, chosen: list[Path]) -> Visit:
         screens = tab.evaluate("document.documentElement.scrollHeight / innerHeight")
         most_screens = ONE_CLASS.get(current.name, MOST_SCREENS)
         if current.parts[0] == "api" and current.name != "index.html" and screens > most_screens:
-            seen.wrong.append(f"{current}: {screens:.1f} screens, expected at most {most_screens}: split the page")
+            seen.wrong.append(
+                f"{current}: {screens:.1f} screens, expected at most {most_screens}: split the page"
+            )
         for name, window in WINDOWS.items():
             tab.set_viewport_size(window)
             answer = tab.evaluate(SURVEY)
-            seen.wrong += [f"{current} ({theme}, {name}): {kind}: {what}" for kind, what in answer["found"]]
+            seen.wrong += [
+                f"{current} ({theme}, {name}): {kind}: {what}" for kind, what in answer["found"]
+            ]
             if (answer["background"] > 0.5) != (theme == "light"):
                 seen.wrong.append(f"{current} ({theme}, {name}): a background of the other theme")
         seen.links[current] = set(answer["links"])
@@ -140,15 +151,21 @@ def broken_links(seen: Visit) -> list[str]:
     return broken
 
 
-def test_pages_read_well_in_light_are_short_and_their_links_lead_somewhere(browser: Any, site: Path):
-    seen = visit(browser, "light", but("_modules", "decisions") + of("decisions")[::4] + of("_modules")[::16])
+def test_pages_read_well_in_light_are_short_and_their_links_lead_somewhere(
+    browser: Any, site: Path
+):
+    seen = visit(
+        browser, "light", but("_modules", "decisions") + of("decisions")[::4] + of("_modules")[::16]
+    )
     wrong = seen.wrong + broken_links(seen)
     assert not wrong, lines(wrong)
 
 
 def test_pages_read_well_in_dark(browser: Any, site: Path):
     many = ("api", "decisions", "_modules")  # the pages of each have one form
-    seen = visit(browser, "dark", but(*many)[::3] + [page for folder in many for page in of(folder)[::8]])
+    seen = visit(
+        browser, "dark", but(*many)[::3] + [page for folder in many for page in of(folder)[::8]]
+    )
     assert not seen.wrong, lines(seen.wrong)
 
 
@@ -189,6 +206,8 @@ def test_a_search_finds_the_page_of_a_word_first(browser: Any, site: Path, query
     first = tab.locator("#search-results ul.search li a").first
     first.wait_for(timeout=60_000)
     page = Path(unquote(urlsplit(first.evaluate("link => link.href")).path)).relative_to(site)
-    tab.locator("#search-results ul.search p.context").first.wait_for(timeout=60_000)  # an excerpt, also from disk
+    tab.locator("#search-results ul.search p.context").first.wait_for(
+        timeout=60_000
+    )  # an excerpt, also from disk
     tab.close()
     assert page.as_posix() == SEARCHES[query]

@@ -59,4 +59,6 @@ def test_a_note_links_to_the_block_that_defines_a_name_last():
     page = "```python\nx = 1\n```\n\n```python\nx = 2\n```\n\n```python\nprint(x)\n```\n"
     noted = code_needs.with_notes(page)
     assert noted.count("code-anchor") == 1
-    assert noted.endswith('```\n\n<p class="code-needs">Uses <code>x</code> from <a href="#code-1">above</a>.</p>\n\n')
+    assert noted.endswith(
+        '```\n\n<p class="code-needs">Uses <code>x</code> from <a href="#code-1">above</a>.</p>\n\n'
+    )

@@ -25,7 +25,9 @@ Step = Callable[[Tensor, Tensor], Tensor]
 def page() -> dict[str, Any]:
     """The names that the code of the page defines."""
     namespace: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+    for block in re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    ):
         exec(block, namespace)
     return namespace
 
@@ -45,7 +47,9 @@ def newton_schulz(matrix: Tensor, name: str) -> Tensor:
     return x
 
 
-def require_equal(tx: mfx.Transform, step: Step, shape: tuple[int, int], state: Any = None, *, name: str = "w") -> None:
+def require_equal(
+    tx: mfx.Transform, step: Step, shape: tuple[int, int], state: Any = None, *, name: str = "w"
+) -> None:
     """Compare the weights after a few steps of a transform and of a formula."""
     expected = random_matrix(0, *shape)
     params = {name: expected.clone()}
@@ -130,7 +134,9 @@ def test_dion(is_wide: bool):
     require_equal(tx, step, shape, state)
 
 
-def megatron_step(factor_of: Callable[[int, int], float], parts: Callable[[Tensor], list[Tensor]]) -> Step:
+def megatron_step(
+    factor_of: Callable[[int, int], float], parts: Callable[[Tensor], list[Tensor]]
+) -> Step:
     """Return a step of Megatron-LM's Muon; ``parts`` are the indices of the rows that are orthogonalized together."""
     momentum: Any = 0.0
 
@@ -140,7 +146,9 @@ def megatron_step(factor_of: Callable[[int, int], float], parts: Callable[[Tenso
         momentum = momentum + (1 - 0.9) * (grad - momentum)
         update = torch.empty_like(weight)
         for rows in parts(weight):
-            update[rows] = newton_schulz(momentum[rows], "quintic") * factor_of(len(rows), weight.shape[1])
+            update[rows] = newton_schulz(momentum[rows], "quintic") * factor_of(
+                len(rows), weight.shape[1]
+            )
         return (1 - rate * weight_decay) * weight - rate * update
 
     return step
@@ -175,7 +183,9 @@ def test_query_key_and_value_of_megatron(page: dict[str, Any]):
     ids=["spectral", "unit_rms_norm", "shape_scaling"],
 )
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
-def test_scale_modes_of_megatron(factor_of: Any, lr_scaling: Any, factor: float, shape: tuple[int, int]):
+def test_scale_modes_of_megatron(
+    factor_of: Any, lr_scaling: Any, factor: float, shape: tuple[int, int]
+):
     tx = mfx.chain(
         mfx.momentum(0.9, nesterov=False),
         mfx.orthogonalize(coefficients="quintic"),
@@ -199,7 +209,9 @@ def test_blocks_of_tensor_parallel_ranks(is_by_rows: bool):
     updates, _ = tx.update({"w": grad}, tx.init({"w": grad}))
     shards = grad.chunk(2, dim=0 if is_by_rows else 1)
     expected = [newton_schulz(shard, "quintic") * 0.2 * spectral(*shard.shape) for shard in shards]
-    torch.testing.assert_close(updates["w"], torch.cat(expected, dim=0 if is_by_rows else 1), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        updates["w"], torch.cat(expected, dim=0 if is_by_rows else 1), rtol=0, atol=1e-9
+    )
 
 
 def test_the_momentum_of_emerging_optimizers_is_read_as_keller():
@@ -208,5 +220,7 @@ def test_the_momentum_of_emerging_optimizers_is_read_as_keller():
     buffer = torch.arange(6.0).view(3, 2)
     group = {"params": [0], "lr": 3e-4, "momentum": 0.9, "weight_decay": 0.1}
     saved = {"state": {0: {"momentum_buffer": buffer}}, "param_groups": [group]}
-    state = convert.read("keller", saved, mfx.muon(3e-4, decay=0.9, nesterov=False), params, names=["w"])
+    state = convert.read(
+        "keller", saved, mfx.muon(3e-4, decay=0.9, nesterov=False), params, names=["w"]
+    )
     assert torch.equal(mfx.tree.get(state, "momentum.trace")["w"], buffer)

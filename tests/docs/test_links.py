@@ -8,7 +8,11 @@ from urllib.parse import unquote, urldefrag
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").glob("*.md")),
+]
 BUILT = ("docs/notebooks/",)
 """Folders that `make docs` writes. GitHub has no such pages; a link to one is broken there."""
 
@@ -33,7 +37,9 @@ def anchor_of(heading: str) -> str:
 @cache
 def anchors_of(page: Path) -> set[str]:
     """All anchors of a page. A repeated heading gets a suffix, as ``example-1``."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     anchors: set[str] = set(TARGET.findall(text))
     for heading in HEADING.findall(text):
         anchor = anchor_of(heading)
@@ -47,7 +53,9 @@ def anchors_of(page: Path) -> set[str]:
 
 def links_of(page: Path) -> list[str]:
     """The links of a page outside of code."""
-    text = re.sub(r"^( *)```.*?^\1```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^( *)```.*?^\1```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     return LINK.findall(CODE.sub("", text))
 
 

@@ -50,4 +50,6 @@ def test_every_panel_of_a_picture_is_whole_in_one_part(name: str):
 def test_a_narrow_picture_is_valid_and_narrower_than_the_wide_one(name: str):
     narrow = ElementTree.fromstring(narrow_pictures.narrow_pictures()[name])
     wide = ElementTree.fromstring(wide_picture(name))
-    assert float(narrow.attrib["viewBox"].split()[2]) < 0.75 * float(wide.attrib["viewBox"].split()[2])
+    assert float(narrow.attrib["viewBox"].split()[2]) < 0.75 * float(
+        wide.attrib["viewBox"].split()[2]
+    )

@@ -9,7 +9,9 @@ import pytest
 from muonfx import polar
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "numerics.md"
-ROW = re.compile(r"^\| `(\w+)` \| (\d+) \| \[([\d.]+),&nbsp;([\d.]+)\] \| ([\d.]+) \| ([\d,]+) \|", re.MULTILINE)
+ROW = re.compile(
+    r"^\| `(\w+)` \| (\d+) \| \[([\d.]+),&nbsp;([\d.]+)\] \| ([\d.]+) \| ([\d,]+) \|", re.MULTILINE
+)
 ROWS = ROW.findall(PAGE.read_text(encoding="utf-8"))
 
 
@@ -24,4 +26,6 @@ def test_a_row_of_the_table(row: tuple[str, ...]):
     assert len(coefficients.steps) == int(steps)
     steepness = math.prod(a for a, _, _ in coefficients.steps) / coefficients.norm_safety
     assert round(steepness) == int(slope.replace(",", ""))
-    assert polar.band(coefficients, 0.01) == pytest.approx((float(low), float(high), float(peak)), abs=6e-4)
+    assert polar.band(coefficients, 0.01) == pytest.approx(
+        (float(low), float(high), float(peak)), abs=6e-4
+    )

@@ -27,7 +27,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)
+        )
         self.head = nn.Linear(8, 16)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -39,7 +41,9 @@ class Model(nn.Module):
 
 def block_with(text: str) -> str:
     """Return the block of code of the page that contains a text."""
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     (code,) = [block for block in blocks if text in block]
     return code
 
@@ -54,7 +58,13 @@ def train(mesh: Any, shard: Any) -> Model:
     """Run the code of the page and two steps on the whole batch."""
     torch.manual_seed(0)
     model = Model()
-    names: dict[str, Any] = {"torch": torch, "mfx": mfx, "model": model, "mesh": mesh, "fully_shard": shard}
+    names: dict[str, Any] = {
+        "torch": torch,
+        "mfx": mfx,
+        "model": model,
+        "mesh": mesh,
+        "fully_shard": shard,
+    }
     exec(chain_of_the_page(), names)
     for step in range(2):
         tokens = torch.arange(12).view(3, 4) + step
@@ -68,7 +78,9 @@ def train(mesh: Any, shard: Any) -> Model:
 def test_a_chain_under_fsdp2(here: Here) -> None:
     sharded = train(here.mesh, fully_shard)
     whole = train(None, lambda module, mesh: module)
-    gathered = {name: cast(DTensor, shard).full_tensor() for name, shard in sharded.named_parameters()}
+    gathered = {
+        name: cast(DTensor, shard).full_tensor() for name, shard in sharded.named_parameters()
+    }
     torch.testing.assert_close(gathered, dict(whole.named_parameters()), rtol=1e-5, atol=1e-6)
 
 
@@ -94,7 +106,12 @@ def losses_of_average_and_weights(mesh: Any, shard: Any) -> tuple[float, float]:
         with torch.no_grad():
             loss = torch.func.functional_call(model, average, (tokens,)).square().mean()
     else:
-        names: dict[str, Any] = {"torch": torch, "model": model, "average": average, "evaluate": loss_of}
+        names: dict[str, Any] = {
+            "torch": torch,
+            "model": model,
+            "average": average,
+            "evaluate": loss_of,
+        }
         exec(block_with("param.copy_(average[name])"), names)
         loss = names["loss"]
     return float(loss), float(loss_of(model))
@@ -109,11 +126,15 @@ def test_an_average_is_evaluated_under_fsdp2(here: Here) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "stated"), [(torch.bfloat16, 0.016), (torch.float32, 3e-5)])
-def test_products_magnify_a_small_difference_of_gradients_as_the_page_says(dtype: torch.dtype, stated: float) -> None:
+def test_products_magnify_a_small_difference_of_gradients_as_the_page_says(
+    dtype: torch.dtype, stated: float
+) -> None:
     torch.manual_seed(0)
     gradient = torch.randn(256, 32) @ torch.randn(32, 256)
     other_gradient = gradient * (1 + 1e-7 * torch.randn_like(gradient))
-    update, other_update = (mfx.polar.orthogonalize(x, dtype=dtype) for x in (gradient, other_gradient))
+    update, other_update = (
+        mfx.polar.orthogonalize(x, dtype=dtype) for x in (gradient, other_gradient)
+    )
     difference = float((other_update - update).norm() / update.norm())
     assert stated / 2 < difference < 2 * stated
 
@@ -182,14 +203,21 @@ def whole_values(stage: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     for name, param in stage.named_parameters():
         for key, value in optimizer.state[param].items():
             named[f"{name} {key}"] = value
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in named.items()}
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in named.items()
+    }
 
 
-def saved_and_continued(stage: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensors, Tensors]:
+def saved_and_continued(
+    stage: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Tensors, Tensors]:
     """Return copies of the values of a stage after two steps, and after a third one."""
     saved = {name: value.detach().clone() for name, value in whole_values(stage, optimizer).items()}
     take_steps(stage, optimizer, range(2, 3))
-    return saved, {name: value.detach().clone() for name, value in whole_values(stage, optimizer).items()}
+    return saved, {
+        name: value.detach().clone() for name, value in whole_values(stage, optimizer).items()
+    }
 
 
 def sharded_stage(stages: int, seed: int) -> tuple[nn.Module, DeviceMesh]:
@@ -238,7 +266,9 @@ def merged(results: list[tuple[Tensors, Tensors]]) -> tuple[Tensors, Tensors]:
 
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*assuming the intent")
-def test_a_pipeline_is_saved_to_one_file_and_loads_into_other_stages(world: World, tmp_path: Path) -> None:
+def test_a_pipeline_is_saved_to_one_file_and_loads_into_other_stages(
+    world: World, tmp_path: Path
+) -> None:
     saved, continued = merged(world.check(4, save_stages, path=tmp_path, stages=2))
     one_process = load_stages(None, path=tmp_path, stages=1)
     for loaded in (
@@ -255,7 +285,9 @@ def load_tied_stages(here: Here, path: Path) -> tuple[Tensors, Tensors]:
     building, _, loading = parts_of_file_block()
     if mesh["pp"].get_local_rank() == 1:
         _, tied, _ = blocks_of_pipeline()
-        tied = tied.replace(".output.weight", ".head.weight").replace(".tok_embeddings.weight", ".embedding.weight")
+        tied = tied.replace(".output.weight", ".head.weight").replace(
+            ".tok_embeddings.weight", ".embedding.weight"
+        )
         loading = re.sub(r"^dcp\.load.*\n", lambda _: tied, loading, flags=re.MULTILINE)
     names = run_of_page(stage, building + loading, path=path)
     return saved_and_continued(stage, names["optimizer"])
@@ -263,7 +295,9 @@ def load_tied_stages(here: Here, path: Path) -> tuple[Tensors, Tensors]:
 
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*assuming the intent")
-def test_a_tied_embedding_in_a_file_of_one_process_loads_into_two_stages(world: World, tmp_path: Path) -> None:
+def test_a_tied_embedding_in_a_file_of_one_process_loads_into_two_stages(
+    world: World, tmp_path: Path
+) -> None:
     whole = stage_of(1, 0, seed=0)
     whole.head.weight = whole.embedding.weight  # type: ignore[union-attr]
     building, saving, _ = parts_of_file_block()
@@ -280,7 +314,9 @@ def test_a_tied_embedding_in_a_file_of_one_process_loads_into_two_stages(world: 
 @on_ranks(4)
 def test_one_norm_of_all_stages_clips_and_skips(here: Here) -> None:
     stage, mesh = sharded_stage(2, seed=0)
-    tx = mfx.chain(mfx.monitor("grad", ("norm",)), mfx.Muon.transform_for(stage, 3e-4, adamw_lr=1.2e-3))
+    tx = mfx.chain(
+        mfx.monitor("grad", ("norm",)), mfx.Muon.transform_for(stage, 3e-4, adamw_lr=1.2e-3)
+    )
     optimizer = mfx.TransformOptimizer(stage, tx)
     whole = stage_of(1, 0, seed=0)
     set_gradients(whole, 0)
@@ -288,11 +324,15 @@ def test_one_norm_of_all_stages_clips_and_skips(here: Here) -> None:
     _, _, code = blocks_of_pipeline()
 
     norm = run_of_page(stage, code, mesh=mesh, optimizer=optimizer)["norm"]
-    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm([param.grad for param in whole.parameters()]))
+    torch.testing.assert_close(
+        norm, torch.nn.utils.get_total_norm([param.grad for param in whole.parameters()])
+    )
 
     # The chain itself sees the gradients of one stage, here after they were clipped to a norm of 1.
     squares = [None, None]
-    dist.all_gather_object(squares, float(mfx.metrics(optimizer)["grad/norm"]) ** 2, group=mesh["pp"].get_group())
+    dist.all_gather_object(
+        squares, float(mfx.metrics(optimizer)["grad/norm"]) ** 2, group=mesh["pp"].get_group()
+    )
     assert all(square < 0.9 for square in squares)
     assert sum(squares) == pytest.approx(1.0, rel=1e-5)
 

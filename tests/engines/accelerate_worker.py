@@ -59,24 +59,34 @@ class Run:
         model: Any = made({})
         if case.get("first"):
             model = (
-                fsdp_utils.fsdp2_prepare_model(self.accelerator, model) if plugin else self.accelerator.prepare(model)
+                fsdp_utils.fsdp2_prepare_model(self.accelerator, model)
+                if plugin
+                else self.accelerator.prepare(model)
             )
         layout = mfx.sharding.replicated if case.get("shared out") else None
-        optimizer = mfx.Muon(model, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32), layout=layout)
-        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, schedule(optimizer))
+        optimizer = mfx.Muon(
+            model, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32), layout=layout
+        )
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
+            model, optimizer, schedule(optimizer)
+        )
         self.here = here
 
     def train(self, words: list[Tensor]) -> None:
         for batch in words:
             self.optimizer.zero_grad()
-            self.accelerator.backward(loss_of(self.model, batch.chunk(self.here.size)[self.here.rank]))
+            self.accelerator.backward(
+                loss_of(self.model, batch.chunk(self.here.size)[self.here.rank])
+            )
             self.accelerator.clip_grad_norm_(self.model.parameters(), CLIPPED_AT)
             self.optimizer.step()
             self.scheduler.step()
 
     def params(self) -> dict[str, Tensor]:
         values = values_of(self.accelerator.unwrap_model(self.model))
-        return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in values.items()}
+        return {
+            name.replace("_checkpoint_wrapped_module.", ""): value for name, value in values.items()
+        }
 
 
 def in_one_process(size: int) -> dict[str, Tensor]:
@@ -84,7 +94,9 @@ def in_one_process(size: int) -> dict[str, Tensor]:
 
     model = made({})
     optimizer = mfx.Muon(model, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
-    return trained_alone(model, optimizer, schedule(optimizer, size), batches(), loss_of, CLIPPED_AT)
+    return trained_alone(
+        model, optimizer, schedule(optimizer, size), batches(), loss_of, CLIPPED_AT
+    )
 
 
 def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:

@@ -125,7 +125,9 @@ def pipeline(stage: int, here: Rank, stages: int = 2) -> Run:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return (output - target).square().mean()
 
-    model = PipelineModule(layers=layers, num_stages=stages, loss_fn=loss, partition_method="uniform")
+    model = PipelineModule(
+        layers=layers, num_stages=stages, loss_fn=loss, partition_method="uniform"
+    )
     labels: dict[str, str] = {}
     for name, param in model.named_parameters():
         labels[name] = "muon" if param.ndim == 2 else "adamw"
@@ -134,7 +136,9 @@ def pipeline(stage: int, here: Rank, stages: int = 2) -> Run:
     config = config_of(stage, 2 // copies, gradient_accumulation_steps=2)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     parts = [half.chunk(copies)[here.rank % copies] for half in data.chunk(2)]
-    return Run(engine, model, lambda: engine.train_batch(data_iter=iter([(part, part) for part in parts])))
+    return Run(
+        engine, model, lambda: engine.train_batch(data_iter=iter([(part, part) for part in parts]))
+    )
 
 
 class ExpertNet(nn.Module):
@@ -242,7 +246,11 @@ def saved_and_resumed(name: str, here: Rank) -> dict[str, Any]:
     again.step()
     is_resumed = same(local_values(run), local_values(again))
     saved = mfx.checkpoint.read(path)
-    saved_params = {key.removeprefix("params/"): value for key, value in saved.items() if key.startswith("params/")}
+    saved_params = {
+        key.removeprefix("params/"): value
+        for key, value in saved.items()
+        if key.startswith("params/")
+    }
     difference: float | None = None
     if name in TENSOR_CASES:
         difference = worst(saved_params, llama_in_one_process())
@@ -293,7 +301,10 @@ def unequal_values(here: Rank) -> dict[str, Any]:
     try:
         ours.save(run.engine, here.folder / "unequal")
     except RuntimeError as error:
-        return {"error_text": str(error), "written": (here.folder / "unequal" / "index.json").exists()}
+        return {
+            "error_text": str(error),
+            "written": (here.folder / "unequal" / "index.json").exists(),
+        }
     return {}
 
 
@@ -344,7 +355,9 @@ def scheduled(type_name: str, params: dict[str, Any], steps: int = 4) -> dict[st
 def scheduled_cases() -> dict[str, Any]:
     return {
         "one rate": {name: scheduled(name, params) for name, params in SCHEDULERS.items()},
-        "a rate for each group": {name: scheduled(name, params) for name, params in SCHEDULERS_BY_GROUP.items()},
+        "a rate for each group": {
+            name: scheduled(name, params) for name, params in SCHEDULERS_BY_GROUP.items()
+        },
     }
 
 
@@ -354,7 +367,9 @@ def unequal_stages(here: Rank) -> dict[str, Any]:
 
     from muonfx.engines import deepspeed as ours
 
-    model = PipelineModule(layers=[nn.Linear(8, 8), nn.LayerNorm(8)], num_stages=2, partition_method="uniform")
+    model = PipelineModule(
+        layers=[nn.Linear(8, 8), nn.LayerNorm(8)], num_stages=2, partition_method="uniform"
+    )
     labels: dict[str, str] = {}
     for name, param in model.named_parameters():
         labels[name] = "muon" if param.ndim == 2 else "adamw"

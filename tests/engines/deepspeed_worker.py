@@ -53,7 +53,11 @@ ZERO: dict[str, dict[str, Any]] = {
     "stage 2, offload": {"stage": 2, **OFFLOAD},
     "stage 3": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "stage 3, persistent": {"stage": 3},
-    "stage 3, sub-groups": {"stage": 3, "sub_group_size": 20, "stage3_param_persistence_threshold": 0},
+    "stage 3, sub-groups": {
+        "stage": 3,
+        "sub_group_size": 20,
+        "stage3_param_persistence_threshold": 0,
+    },
     "stage 3, offload": {"stage": 3, **OFFLOAD},
     "stage 3, zero.Init": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
@@ -66,11 +70,20 @@ CASES: dict[str, dict[str, Any]] = {name: {"zero": zero} for name, zero in ZERO.
     "no options of ZeRO": {"zero": {}},
     "stage 1, offload": {"zero": {"stage": 1, **OFFLOAD}},
     "stage 1, scattered": {"zero": {"stage": 1, "reduce_scatter": True}},
-    "stage 1, whole gradients, offload": {"zero": {"stage": 1, "reduce_scatter": False, **OFFLOAD}, "accumulate": 2},
-    "stage 1, whole gradients": {"zero": {"stage": 1, "reduce_scatter": False}, "method": "standard"},
+    "stage 1, whole gradients, offload": {
+        "zero": {"stage": 1, "reduce_scatter": False, **OFFLOAD},
+        "accumulate": 2,
+    },
+    "stage 1, whole gradients": {
+        "zero": {"stage": 1, "reduce_scatter": False},
+        "method": "standard",
+    },
     "stage 2, whole gradients": {"zero": {"stage": 2, "reduce_scatter": False}, "method": "gram"},
     "stage 2, overlap": {"zero": {**SCATTERED, "overlap_comm": True}, "accumulate": 2},
-    "stage 2, buckets of a rank": {"zero": {**SCATTERED, "use_multi_rank_bucket_allreduce": False}, "accumulate": 2},
+    "stage 2, buckets of a rank": {
+        "zero": {**SCATTERED, "use_multi_rank_bucket_allreduce": False},
+        "accumulate": 2,
+    },
     "stage 2, gradients apart": {"zero": {**SCATTERED, "contiguous_gradients": False}},
     "stage 3, gram": {"zero": ZERO["stage 3"], "method": "gram"},
     "stage 1, blocks": {"zero": ZERO["stage 1"], "view": FUSED},
@@ -81,11 +94,19 @@ CASES: dict[str, dict[str, Any]] = {name: {"zero": zero} for name, zero in ZERO.
     "bf16, stage 2": {"zero": ZERO["stage 2"], **BF16},
     "bf16, stage 3": {"zero": ZERO["stage 3"], **BF16},
     "bf16, stage 3, offload": {"zero": ZERO["stage 3, offload"], **BF16},
-    "bf16, sums in fp32": {"zero": ZERO["stage 2"], **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+    "bf16, sums in fp32": {
+        "zero": ZERO["stage 2"],
+        **BF16,
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
     "accumulation, stage 3": {"zero": ZERO["stage 3"], "accumulate": 2},
     "frozen, stage 2": {"zero": ZERO["stage 2"], "frozen": ("emb.weight",)},
     "frozen but for matrices": {"zero": ZERO["stage 2"], "frozen": NO_MATRICES, "labels": ["muon"]},
-    "frozen matrices": {"zero": ZERO["stage 2"], "frozen": ("up.weight", "down.weight"), "labels": ["adamw"]},
+    "frozen matrices": {
+        "zero": ZERO["stage 2"],
+        "frozen": ("up.weight", "down.weight"),
+        "labels": ["adamw"],
+    },
     # On each of 2 ranks, the flat tensor of this vector has as many elements as the vector.
     "one short vector, stage 1": {"zero": ZERO["stage 1"], "gains": 2, **ONLY_GAIN},
     "one short vector, stage 3": {"zero": ZERO["stage 3"], "gains": 1, **ONLY_GAIN},
@@ -136,10 +157,14 @@ def transform_for(model: nn.Module, case: dict[str, Any]) -> Any:
     labels = mfx.default_labels(model)
     if "matrices" in case:
         matrices = {
-            "normuon": mfx.normuon(RATES["lr"], weight_decay=0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32)),
+            "normuon": mfx.normuon(
+                RATES["lr"], weight_decay=0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+            ),
             "soap": mfx.chain(mfx.contrib.scale_by_soap(), mfx.scale_by_learning_rate(RATES["lr"])),
         }[case["matrices"]]
-        return mfx.partition({"muon": matrices, "adamw": mfx.adamw(RATES["adamw_lr"], weight_decay=0.1)}, labels)
+        return mfx.partition(
+            {"muon": matrices, "adamw": mfx.adamw(RATES["adamw_lr"], weight_decay=0.1)}, labels
+        )
     view = mfx.MatrixView(case.get("view"))
     part = mfx.orthogonalize(dtype=torch.float32, method=case.get("method", "auto"), view=view)
     return mfx.muon_with_adamw(RATES["lr"], RATES["adamw_lr"], labels=labels, orthogonalize=part)
@@ -159,7 +184,9 @@ def first_halves() -> list[Tensor]:
 
 
 def loss_of(model: Callable[[Tensor], Tensor], words: Tensor) -> Tensor:
-    return functional.cross_entropy(model(words).reshape(-1, WORDS).float(), (words.reshape(-1) * 3 + 1) % WORDS)
+    return functional.cross_entropy(
+        model(words).reshape(-1, WORDS).float(), (words.reshape(-1) * 3 + 1) % WORDS
+    )
 
 
 def in_one_process(case: dict[str, Any]) -> dict[str, Tensor]:
@@ -206,8 +233,13 @@ class Run:
             model = made(case)
         if "from a file" in name:
             path = folder / f"config_{rank}.json"
-            warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear"}}
-            options = RATES | {"orthogonalize": {"dtype": "float32"}}  # as in `transform_for`, on every kind of CPU
+            warmup = {
+                "type": "WarmupLR",
+                "params": {"warmup_num_steps": 2, "warmup_type": "linear"},
+            }
+            options = RATES | {
+                "orthogonalize": {"dtype": "float32"}
+            }  # as in `transform_for`, on every kind of CPU
             entries = {"optimizer": {"type": "muonfx.Muon", "params": options}, "scheduler": warmup}
             path.write_text(json.dumps(config | entries))
             self.engine, wrapper, *_ = ours.initialize(model, path)
@@ -273,7 +305,11 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
         "resumed": same(whole, resumed),
         "exported": exported,
         "state": None if state is None else list(state.shape),
-        "wrong": [name for name, (value, moves) in start.items() if torch.equal(whole[name], value) == moves],
+        "wrong": [
+            name
+            for name, (value, moves) in start.items()
+            if torch.equal(whole[name], value) == moves
+        ],
         "labels": [group["label"] for group in run.optimizer.param_groups],
         "rates": rates,
     }
@@ -288,7 +324,9 @@ def is_exported(run: Run, tag: str) -> bool:
 
     found = get_fp32_state_dict_from_zero_checkpoint(str(run.folder), tag=tag)
     dtype = next(run.engine.module.parameters()).dtype
-    return same({name: value.detach().to(dtype).float() for name, value in found.items()}, run.params())
+    return same(
+        {name: value.detach().to(dtype).float() for name, value in found.items()}, run.params()
+    )
 
 
 def overflown(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
@@ -299,8 +337,14 @@ def overflown(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
         if place != OVERFLOWN:
             without.step(batch)
     found = run.params()
-    sums = [found[key].double().sum().item() for key in sorted(found)]  # `result_of` compares them between ranks
-    return {"skipped": run.engine.skipped_steps, "same": same(found, without.params()), "sums": sums}
+    sums = [
+        found[key].double().sum().item() for key in sorted(found)
+    ]  # `result_of` compares them between ranks
+    return {
+        "skipped": run.engine.skipped_steps,
+        "same": same(found, without.params()),
+        "sums": sums,
+    }
 
 
 def refused(here: Rank) -> dict[str, Any]:
@@ -345,7 +389,10 @@ def loaded_into_the_model_alone(here: Rank) -> dict[str, Any]:
     engine.backward(loss_of(engine, words))
     engine.step()
     averages = [entries["ema_params.average"] for entries in optimizer.state.values()]
-    return {"refused": refused, "from loaded": all((average == 0.5).all().item() for average in averages)}
+    return {
+        "refused": refused,
+        "from loaded": all((average == 0.5).all().item() for average in averages),
+    }
 
 
 def under_another_layout(here: Rank) -> dict[str, Any]:
@@ -361,7 +408,10 @@ def under_another_layout(here: Rank) -> dict[str, Any]:
             is_loaded = same(run.params(), torch.load(saved / f"portable_{tag_of(source)}_0.pt"))
             for batch in batches()[SAVED_AFTER:]:
                 run.step(batch)
-            found[f"{source}: {goal}"] = {"loaded": is_loaded, "worst": worst(run.params(), in_one_process(case))}
+            found[f"{source}: {goal}"] = {
+                "loaded": is_loaded,
+                "worst": worst(run.params(), in_one_process(case)),
+            }
     return found
 
 
@@ -381,7 +431,9 @@ def saved_and_loaded(here: Rank) -> dict[str, Any]:
             case = {"zero": stage, **(BF16 if dtype == "bf16" else {})}
             run, other = (Run(name, case, *here) for _ in range(2))
             is_untouched = not any(
-                value.any() for entries in run.optimizer.state.values() for value in entries.values()
+                value.any()
+                for entries in run.optimizer.state.values()
+                for value in entries.values()
             )
             scheduler, other_scheduler = (LambdaLR(one.optimizer, warmup) for one in (run, other))
             for batch in words[:SAVED_AFTER]:
@@ -389,16 +441,24 @@ def saved_and_loaded(here: Rank) -> dict[str, Any]:
                 scheduler.step()
             path = here.folder / f"loaded_{tag_of(name)}_{dtype}"
             groups = [{"lr": group["lr"]} for group in run.engine.optimizer.param_groups]
-            ours.save(run.engine, path, extra={"scheduler": scheduler.state_dict(), "groups": groups})
+            ours.save(
+                run.engine, path, extra={"scheduler": scheduler.state_dict(), "groups": groups}
+            )
             ours.load(other.engine, path)
             extra = checkpoint.inspect(path).extra
             other_scheduler.load_state_dict(extra["scheduler"])
-            for group, saved in zip(other.engine.optimizer.param_groups, extra["groups"], strict=True):
+            for group, saved in zip(
+                other.engine.optimizer.param_groups, extra["groups"], strict=True
+            ):
                 group["lr"] = saved["lr"]
             is_loaded = same(other.params(), run.params())
             for one in (run, other):
                 one.step(words[SAVED_AFTER])
-            found[f"{dtype}, {name}"] = [is_untouched, is_loaded, same(other.params(), run.params())]
+            found[f"{dtype}, {name}"] = [
+                is_untouched,
+                is_loaded,
+                same(other.params(), run.params()),
+            ]
     return found
 
 
@@ -442,7 +502,9 @@ def written_weights(name: str, here: Rank) -> dict[str, Any]:
 
     def write(values: dict[str, Tensor]) -> None:
         params = dict(run.engine.module.named_parameters())
-        with run.deepspeed.zero.GatheredParameters([*params.values()], modifier_rank=0, enabled=run.stage == 3):
+        with run.deepspeed.zero.GatheredParameters(
+            [*params.values()], modifier_rank=0, enabled=run.stage == 3
+        ):
             run.engine.module.load_state_dict(values)
 
     def step(written: dict[str, Tensor]) -> tuple[bool, list[str]]:
@@ -482,7 +544,13 @@ OTHERS: dict[str, Callable[[Rank], dict[str, Any]]] = {
     "saved and loaded": saved_and_loaded,
 }
 PORTABLE = {
-    "normuon, stage 2": ("stage 0", "stage 1", "stage 2, offload", "stage 3", "stage 3, sub-groups"),
+    "normuon, stage 2": (
+        "stage 0",
+        "stage 1",
+        "stage 2, offload",
+        "stage 3",
+        "stage 3, sub-groups",
+    ),
     "stage 3, sub-groups": ("stage 2", "stage 3, persistent"),
     "bf16, stage 3": ("stage 2", "stage 3, persistent"),
 }

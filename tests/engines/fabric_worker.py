@@ -48,17 +48,28 @@ def trained(case: dict[str, Any], here: Rank, saved: Path, *, resume: bool) -> d
     fabric = L.Fabric(accelerator="cpu", devices=here.size, strategy=strategy_of(case, here))
     fabric.launch()
     net = made({})
-    options = {**RATES, "orthogonalize": mfx.orthogonalize(dtype=torch.float32), "layout": case.get("layout")}
+    options = {
+        **RATES,
+        "orthogonalize": mfx.orthogonalize(dtype=torch.float32),
+        "layout": case.get("layout"),
+    }
     if case.get("strategy") is ModelParallelStrategy:
         model = fabric.setup_module(net)
         optimizer = fabric.setup_optimizers(mfx.Muon(model, **options))
     else:
         model, optimizer = fabric.setup(net, mfx.Muon(net, **options))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "step": 0,
+    }
     if resume:
         fabric.load(saved, state)
-        if isinstance(state["scheduler"], dict):  # ModelParallelStrategy returns the state and does not load it
+        if isinstance(
+            state["scheduler"], dict
+        ):  # ModelParallelStrategy returns the state and does not load it
             scheduler.load_state_dict(state["scheduler"])
     parts = [words.chunk(here.size)[here.rank] for words in batches()]
     for step in range(state["step"], STEPS):
@@ -70,7 +81,10 @@ def trained(case: dict[str, Any], here: Rank, saved: Path, *, resume: bool) -> d
         if step + 1 == SAVED_AFTER and not resume:
             fabric.save(saved, {**state, "step": SAVED_AFTER})
     values = values_of(model)
-    return {name.replace("_forward_module.", "").removeprefix("module."): value for name, value in values.items()}
+    return {
+        name.replace("_forward_module.", "").removeprefix("module."): value
+        for name, value in values.items()
+    }
 
 
 def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:

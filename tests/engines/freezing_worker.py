@@ -43,7 +43,9 @@ def lightning_task(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Any:
     return Task()
 
 
-def finetuned(make: Callable[[nn.Module], torch.optim.Optimizer], folder: Path, resumed: str | None = None) -> Any:
+def finetuned(
+    make: Callable[[nn.Module], torch.optim.Optimizer], folder: Path, resumed: str | None = None
+) -> Any:
     """Run Lightning's own callback. Return the task, and after each epoch the norm of the backbone and the rates."""
     import lightning
     from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
@@ -74,19 +76,27 @@ def finetuned(make: Callable[[nn.Module], torch.optim.Optimizer], folder: Path, 
     return task, trainer.optimizers[0], seen
 
 
-def backbone_finetuning(folder: Path, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[str, Any]:
+def backbone_finetuning(
+    folder: Path, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> dict[str, Any]:
     task, _, seen = finetuned(make, folder)
     again, _, seen_again = finetuned(make, folder, f"{folder}/epoch=0.ckpt")
     # Lightning leaves the backbone frozen in a run that resumes after the unfreezing, also under torch's optimizers.
     later, optimizer, _ = finetuned(make, folder, f"{folder}/epoch=2.ckpt")
     saved = torch.load(f"{folder}/epoch=2.ckpt", weights_only=False)
-    weights = {name: saved["state_dict"][name] for name in saved["state_dict"] if name.startswith("backbone")}
+    weights = {
+        name: saved["state_dict"][name]
+        for name in saved["state_dict"]
+        if name.startswith("backbone")
+    }
     entries = optimizer.state[later.backbone[0].weight]
     return {
         "seen": seen,
         "resumed before": same(dict(again.named_parameters()), dict(task.named_parameters())),
         "seen again": seen_again,
-        "kept after": same({f"backbone.{n}": p for n, p in later.backbone.named_parameters()}, weights),
+        "kept after": same(
+            {f"backbone.{n}": p for n, p in later.backbone.named_parameters()}, weights
+        ),
         "state after": any(leaf.any().item() for leaf in entries.values() if leaf.ndim),
         "rates after": [group["lr"] for group in optimizer.param_groups],
     }
@@ -105,7 +115,9 @@ def equal_values(folder: Path) -> dict[str, Any]:
         def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
             super().finetune_function(pl_module, epoch, optimizer)
             trained = {param for group in optimizer.param_groups for param in group["params"]}
-            left_out = {name: param for name, param in pl_module.named_parameters() if param not in trained}
+            left_out = {
+                name: param for name, param in pl_module.named_parameters() if param not in trained
+            }
             if left_out:
                 optimizer.add_param_group({"params": list(left_out.values()), "lr": 1e-3})
                 added.extend(left_out)
@@ -114,8 +126,15 @@ def equal_values(folder: Path) -> dict[str, Any]:
         task = lightning_task(lambda model: mfx.Muon(model, lr=1e-2))
         task.backbone[1] = nn.LayerNorm(8)
         task.neck = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
-        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-        trainer = lightning.Trainer(max_epochs=2, callbacks=[callback], enable_checkpointing=False, **options)
+        options = {
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "accelerator": "cpu",
+        }
+        trainer = lightning.Trainer(
+            max_epochs=2, callbacks=[callback], enable_checkpointing=False, **options
+        )
         data = torch.utils.data.TensorDataset(torch.randn(16, 8))
         trainer.fit(task, torch.utils.data.DataLoader(data, batch_size=8))
         return task
@@ -134,7 +153,14 @@ def equal_values(folder: Path) -> dict[str, Any]:
 
 def qlora(folder: Path, kind: str) -> dict[str, Any]:
     """A Llama with quantized weights and LoRA in the Trainer, as the page on Hugging Face writes it."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         os.environ.pop(name, None)  # the Trainer of one process, without a process group
     import bitsandbytes
     from peft import LoraConfig, get_peft_model
@@ -146,14 +172,20 @@ def qlora(folder: Path, kind: str) -> dict[str, Any]:
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and "lm_head" not in name:
             model.set_submodule(name, _quantized(bitsandbytes, layer, kind))
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    args = TrainingArguments(str(folder), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, save_steps=1)
+    args = TrainingArguments(
+        str(folder), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, save_steps=1
+    )
     data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(16)]
     factory = huggingface.muon(args, labels=mfx.contrib.lora_labels)
     trainer = Trainer(model, args, train_dataset=data, optimizer_cls_and_kwargs=factory)
     trainer.train()
-    moved = [name for name, param in model.named_parameters() if not torch.equal(param, before[name])]
+    moved = [
+        name for name, param in model.named_parameters() if not torch.equal(param, before[name])
+    ]
     optimizer = trainer.optimizer.optimizer
     path = mfx.checkpoint.save(folder / "state", optimizer.transform_state, tx=optimizer.transform)
     mfx.checkpoint.load(path, like=optimizer.transform_state, tx=optimizer.transform)
@@ -161,7 +193,13 @@ def qlora(folder: Path, kind: str) -> dict[str, Any]:
         "dtypes": sorted({str(param.dtype) for param in model.parameters()}),
         "moved": sorted({name.split(".")[-3] for name in moved}),
         "labels": [group["label"] for group in optimizer.param_groups],
-        "members": sorted({name.split(".")[-3] for group in optimizer.param_groups for name in group["param_names"]}),
+        "members": sorted(
+            {
+                name.split(".")[-3]
+                for group in optimizer.param_groups
+                for name in group["param_names"]
+            }
+        ),
         "summary": "lora_B" in str(mfx.summary(optimizer)),
         "described": "frozen" in str(mfx.describe(mfx.contrib.lora_labels(model), model)),
         "files": (folder / "checkpoint-2" / "optimizer.pt").exists(),
@@ -171,11 +209,17 @@ def qlora(folder: Path, kind: str) -> dict[str, Any]:
 def _quantized(bitsandbytes: Any, layer: nn.Linear, kind: str) -> nn.Module:
     weight = layer.weight.data
     if kind == "4 bits":
-        made = bitsandbytes.nn.Linear4bit(layer.in_features, layer.out_features, False, torch.float32)
+        made = bitsandbytes.nn.Linear4bit(
+            layer.in_features, layer.out_features, False, torch.float32
+        )
         made.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False)
     else:
-        made = bitsandbytes.nn.Linear8bitLt(layer.in_features, layer.out_features, False, has_fp16_weights=False)
-        made.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        made = bitsandbytes.nn.Linear8bitLt(
+            layer.in_features, layer.out_features, False, has_fp16_weights=False
+        )
+        made.weight = bitsandbytes.nn.Int8Params(
+            weight, requires_grad=False, has_fp16_weights=False
+        )
     return made.to("cpu")
 
 
@@ -207,7 +251,11 @@ def layer_decay(folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Layers()
     given = param_groups_layer_decay(model, weight_decay=0.05, layer_decay=0.5)
-    scales = {id(param): (group["lr_scale"], group["weight_decay"]) for group in given for param in group["params"]}
+    scales = {
+        id(param): (group["lr_scale"], group["weight_decay"])
+        for group in given
+        for param in group["params"]
+    }
     optimizer = mfx.Muon(given, lr=0.1, model=model)
     scheduler = CosineLRScheduler(optimizer, t_initial=10)
     for step in range(3):
@@ -221,7 +269,9 @@ def layer_decay(folder: Path) -> dict[str, Any]:
     optimizer.load_state_dict(saved)
     return {
         "scales": len({scale for scale, _ in scales.values()}),
-        "kept": all(scales[id(p)] == (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]),
+        "kept": all(
+            scales[id(p)] == (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]
+        ),
         "scaled": all(abs(group["lr"] - base * group["lr_scale"]) < 1e-9 for group in groups),
         "saved": all("lr_scale" in group for group in saved["param_groups"]),
     }
@@ -231,10 +281,21 @@ class Absent:
     """A finder of packages that lerobot and timm import, and that their optimizers do not use."""
 
     PACKAGES = frozenset(
-        {"datasets", "draccus", "imageio", "jsonlines", "pandas", "pyarrow", "torchvision", "torchcodec"}
+        {
+            "datasets",
+            "draccus",
+            "imageio",
+            "jsonlines",
+            "pandas",
+            "pyarrow",
+            "torchvision",
+            "torchcodec",
+        }
     )
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] not in self.PACKAGES:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
@@ -257,7 +318,9 @@ class ChoiceRegistry:
         return lambda subclass: subclass
 
 
-def lerobot_checkpoint(folder: Path, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[str, Any]:
+def lerobot_checkpoint(
+    folder: Path, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> dict[str, Any]:
     """lerobot writes the state as safetensors, with its levels joined by slashes, and the groups as JSON."""
     sys.meta_path.append(Absent())  # type: ignore[arg-type]
     from lerobot.optim.optimizers import load_optimizer_state, save_optimizer_state
@@ -282,15 +345,21 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def of_trained(model: nn.Module) -> mfx.Muon:
-    return mfx.Muon([param for param in model.parameters() if param.requires_grad], lr=1e-2, model=model)
+    return mfx.Muon(
+        [param for param in model.parameters() if param.requires_grad], lr=1e-2, model=model
+    )
 
 
 def of_torch(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    return torch.optim.AdamW(
+        [param for param in model.parameters() if param.requires_grad], lr=1e-2
+    )
 
 
 def of_matrices(model: nn.Module) -> mfx.TransformOptimizer:
-    return mfx.TransformOptimizer({n: p for n, p in model.named_parameters() if p.ndim == 2}, mfx.muon(1e-2))
+    return mfx.TransformOptimizer(
+        {n: p for n, p in model.named_parameters() if p.ndim == 2}, mfx.muon(1e-2)
+    )
 
 
 def of_monitored(model: nn.Module) -> mfx.TransformOptimizer:
@@ -311,7 +380,9 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], list[Any]]] = {
 }
 
 
-def carried_out(name: str, case: tuple[Callable[..., dict[str, Any]], list[Any]], here: Rank) -> dict[str, Any]:
+def carried_out(
+    name: str, case: tuple[Callable[..., dict[str, Any]], list[Any]], here: Rank
+) -> dict[str, Any]:
     function, arguments = case
     folder = here.folder / name.replace(" ", "_").replace(",", "")
     folder.mkdir()

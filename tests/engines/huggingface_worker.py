@@ -16,9 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
-from tests.engines.processes import ROOT, Rank, same, serve, small_llama, trained_alone, values_of, worst
+from tests.engines.processes import (
+    ROOT,
+    Rank,
+    same,
+    serve,
+    small_llama,
+    trained_alone,
+    values_of,
+    worst,
+)
 
 STEPS, SAVED_AFTER = 5, 3
 UNFROZEN_AT = 2
@@ -27,15 +39,28 @@ RATES = {"adamw_lr": 0.004}
 CLIPPED_AT = 0.5
 
 FSDP2 = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
-SHARDED_FILES = {"fsdp": True, "fsdp_config": {**FSDP2["fsdp_config"], "state_dict_type": "SHARDED_STATE_DICT"}}
+SHARDED_FILES = {
+    "fsdp": True,
+    "fsdp_config": {**FSDP2["fsdp_config"], "state_dict_type": "SHARDED_STATE_DICT"},
+}
 
 
 def zero(stage: int) -> dict[str, Any]:
     auto = dict.fromkeys(
-        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+        (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "gradient_clipping",
+        ),
         "auto",
     )
-    return {"deepspeed": {**auto, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}}
+    return {
+        "deepspeed": {
+            **auto,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        }
+    }
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -121,7 +146,9 @@ def is_configured(case: Mapping[str, Any]) -> bool:
     if "deepspeed" in case:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
-    elif "fsdp" in case:  # accelerate accepts it only on several accelerators; this attribute is used nowhere else
+    elif (
+        "fsdp" in case
+    ):  # accelerate accepts it only on several accelerators; this attribute is used nowhere else
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     else:
         return False
@@ -147,7 +174,12 @@ def optimizer_for(model: nn.Module) -> Any:
     import muonfx as mfx
 
     optimizer = mfx.Muon(
-        model, 0.02, weight_decay=0.1, **RATES, betas=(0.9, 0.95), orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+        model,
+        0.02,
+        weight_decay=0.1,
+        **RATES,
+        betas=(0.9, 0.95),
+        orthogonalize=mfx.orthogonalize(dtype=torch.float32),
     )
     for group in optimizer.param_groups:
         if group["label"] == "adamw":
@@ -211,12 +243,16 @@ def params_of(trainer: Any) -> dict[str, Tensor]:
 
 
 def rates_of(trainer: Any) -> dict[str, Any]:
-    logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    logged = [
+        entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry
+    ]
     groups = [[group["label"], group["initial_lr"]] for group in trainer.optimizer.param_groups]
     return {"logged": [round(rate, 9) for rate in logged], "groups": groups}
 
 
-def trained(case: Mapping[str, Any], folder: Path, here: Rank, source: Path | None = None, **options: Any) -> Any:
+def trained(
+    case: Mapping[str, Any], folder: Path, here: Rank, source: Path | None = None, **options: Any
+) -> Any:
     import muonfx as mfx
     from muonfx.engines import huggingface
 
@@ -225,8 +261,12 @@ def trained(case: Mapping[str, Any], folder: Path, here: Rank, source: Path | No
     is_partitioned = all(hasattr(param, "ds_id") for param in model.parameters())
     assert is_partitioned is (case == CASES["ZeRO 3"])  # already before training
     model = adapted(model) if "LoRA" in folder.name else model
-    chosen = huggingface.muon(args, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32), **options)
-    if "another_chain" in folder.name:  # as on the page; the Trainer refuses `optimizers` under FSDP2
+    chosen = huggingface.muon(
+        args, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32), **options
+    )
+    if (
+        "another_chain" in folder.name
+    ):  # as on the page; the Trainer refuses `optimizers` under FSDP2
         chosen = (lambda: mfx.TransformOptimizer, {"tx": chain_for(model)})
     trainer = trainer_for(args, model, optimizer_cls_and_kwargs=chosen)
     if "unfrozen" in folder.name:
@@ -239,17 +279,23 @@ def converted(checkpoint: Path, made: Path) -> Path:
     """Return a copy of a checkpoint, converted from FSDP2's files to those of DDP and one process, or back."""
     import muonfx as mfx
 
-    shutil.copytree(checkpoint, made, ignore=shutil.ignore_patterns("optimizer.*", "pytorch_model_fsdp.bin"))
+    shutil.copytree(
+        checkpoint, made, ignore=shutil.ignore_patterns("optimizer.*", "pytorch_model_fsdp.bin")
+    )
     model = model_for(checkpoint)
     optimizer = mfx.Muon(model, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     # The file's rates are wanted here.
-    warnings.filterwarnings("ignore", "load_state_dict: the state dict was saved with other numbers")
+    warnings.filterwarnings(
+        "ignore", "load_state_dict: the state dict was saved with other numbers"
+    )
     if (checkpoint / "optimizer.pt").exists():
         optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
         torch.save(get_optimizer_state_dict(model, optimizer), made / "optimizer.bin")
         torch.save(model.state_dict(), made / "pytorch_model_fsdp.bin")
     else:
-        set_optimizer_state_dict(model, optimizer, torch.load(checkpoint / "optimizer.bin", weights_only=True))
+        set_optimizer_state_dict(
+            model, optimizer, torch.load(checkpoint / "optimizer.bin", weights_only=True)
+        )
         torch.save(optimizer.state_dict(), made / "optimizer.pt")
     return made
 

@@ -25,7 +25,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": DDPStrategy},
     "ddp, replicated": {"strategy": DDPStrategy, "layout": mfx.sharding.replicated},
     "fsdp2": {"strategy": ModelParallelStrategy},
-    "fsdp2, one file": {"strategy": ModelParallelStrategy, "options": {"save_distributed_checkpoint": False}},
+    "fsdp2, one file": {
+        "strategy": ModelParallelStrategy,
+        "options": {"save_distributed_checkpoint": False},
+    },
     "ddp to fsdp2": {"strategy": DDPStrategy, "next": "fsdp2"},
     "fsdp2, one file, to ddp": {
         "strategy": ModelParallelStrategy,
@@ -82,12 +85,18 @@ class Task(L.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = mfx.Muon(
-            self, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32), layout=self.case.get("layout")
+            self,
+            **RATES,
+            orthogonalize=mfx.orthogonalize(dtype=torch.float32),
+            layout=self.case.get("layout"),
         )
         for group in optimizer.param_groups:
             group["name"] = group["label"]
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     def training_step(self, words: Tensor) -> Tensor:
         return loss_of(self.net, words)
@@ -99,7 +108,9 @@ def trained(
     strategy = "auto"
     if "strategy" in case:
         sizes = {"data_parallel_size": here.size, "tensor_parallel_size": 1}
-        options = (sizes if case["strategy"] is ModelParallelStrategy else {}) | case.get("options", {})
+        options = (sizes if case["strategy"] is ModelParallelStrategy else {}) | case.get(
+            "options", {}
+        )
         strategy = case["strategy"](process_group_backend="gloo", **options)
     monitor = LearningRateMonitor(logging_interval="step", log_momentum=True, log_weight_decay=True)
     trainer = L.Trainer(
@@ -134,7 +145,9 @@ def write_with_names(path: Path, named_path: Path) -> None:
         for group in optimizer_state["param_groups"]:
             name_of.update(zip(group["params"], group["param_names"], strict=True))
             group["params"] = group["param_names"]
-        optimizer_state["state"] = {name_of[number]: state for number, state in optimizer_state["state"].items()}
+        optimizer_state["state"] = {
+            name_of[number]: state for number, state in optimizer_state["state"].items()
+        }
     torch.save(checkpoint, named_path)
 
 
@@ -147,7 +160,10 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
     if "saved" in case:
         saved = here.folder.parent / RANKS_2 / folder_of(case["saved"]) / "saved.ckpt"
         again, logged_again = trained(case, here, folder, str(saved))
-        return {"worst again": worst(values_of(again.net), in_one_process()), "logged again": logged_again}
+        return {
+            "worst again": worst(values_of(again.net), in_one_process()),
+            "logged again": logged_again,
+        }
     whole, logged = trained(case, here, folder)
     saved = folder / "saved.ckpt"
     next_case = case

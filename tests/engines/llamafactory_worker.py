@@ -39,18 +39,29 @@ def halving(optimizer: torch.optim.Optimizer, *_: Any) -> torch.optim.lr_schedul
 
 
 def renderer_for() -> Renderer:
-    words = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="?"))
+    words = Tokenizer(
+        models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="?")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return Renderer("chatml", transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?"))
+    return Renderer(
+        "chatml", transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+    )
 
 
 def samples() -> list[dict[str, Any]]:
     def turn(role: str, *letters: str) -> dict[str, Any]:
         return {"role": role, "content": [{"type": "text", "value": " ".join(letters)}]}
 
-    places = torch.randint(12, (STEPS * BATCH, 3), generator=torch.Generator().manual_seed(1)).tolist()
+    places = torch.randint(
+        12, (STEPS * BATCH, 3), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     return [
-        {"messages": [turn("user", *(WORDS[k] for k in row)), turn("assistant", *(WORDS[11 - k] for k in row))]}
+        {
+            "messages": [
+                turn("user", *(WORDS[k] for k in row)),
+                turn("assistant", *(WORDS[11 - k] for k in row)),
+            ]
+        }
         for row in places
     ]
 
@@ -68,17 +79,23 @@ def trainer_for(here: Rank, folder: Path, **more: Any) -> SFTTrainer:
         save_steps=SAVED_AFTER,
         **more,
     )
-    return SFTTrainer(args, small_llama(len(WORDS), attn_implementation="eager"), renderer_for(), samples())
+    return SFTTrainer(
+        args, small_llama(len(WORDS), attn_implementation="eager"), renderer_for(), samples()
+    )
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(**{key: batch[key] for key in ("input_ids", "attention_mask", "position_ids")}).logits
+    logits = model(
+        **{key: batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
+    ).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
 
 
 def in_one_process(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     model = small_llama(len(WORDS), attn_implementation="eager")
-    optimizer = mfx.Muon(model, lr=0.02, adamw_lr=0.004, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+    optimizer = mfx.Muon(
+        model, lr=0.02, adamw_lr=0.004, orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+    )
     return trained_alone(model, optimizer, halving(optimizer), batches, loss_of, CLIP)
 
 
@@ -110,7 +127,9 @@ def alone(here: Rank) -> dict[str, Any]:
 
 def batches_of(size: int, rank: int) -> list[dict[str, Tensor]]:
     renderer = renderer_for()
-    mine = [samples()[begin + rank : begin + BATCH : size] for begin in range(0, STEPS * BATCH, BATCH)]
+    mine = [
+        samples()[begin + rank : begin + BATCH : size] for begin in range(0, STEPS * BATCH, BATCH)
+    ]
     return [default_collate(pad_and_truncate(renderer.process_samples(part), 100)) for part in mine]
 
 

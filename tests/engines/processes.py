@@ -42,17 +42,26 @@ class Rank(NamedTuple):
 def real(engine: str, *needed: str, timeout: float = 600) -> list[pytest.MarkDecorator]:
     """Return the marks of tests that need the real engine and other packages."""
     is_missing = any(find_spec(name) is None for name in (engine, *needed))
-    skip = pytest.mark.skipif(is_missing, reason=f"needs {', '.join((engine, *needed))}: make engines")
+    skip = pytest.mark.skipif(
+        is_missing, reason=f"needs {', '.join((engine, *needed))}: make engines"
+    )
     return [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(timeout), skip]
 
 
-def launched(worker: str, size: int, names: Iterable[str], folder: Path, limit: float = 500) -> list[dict[str, Any]]:
+def launched(
+    worker: str, size: int, names: Iterable[str], folder: Path, limit: float = 500
+) -> list[dict[str, Any]]:
     """Run the named cases of a script in this folder in `size` processes; return each rank's results by case."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     script = str(Path(__file__).parent / worker)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     logs = [folder / f"log_{rank}" for rank in range(size)]
     with ExitStack() as stack:
@@ -97,7 +106,9 @@ def result_of(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
     return results[0]
 
 
-def serve(cases: Mapping[str, Any], carried_out: Callable[[str, Any, Rank], dict[str, Any]]) -> None:
+def serve(
+    cases: Mapping[str, Any], carried_out: Callable[[str, Any, Rank], dict[str, Any]]
+) -> None:
     """Run the cases that the command line names as one rank, write their results, which all ranks share, and exit."""
     folder, *names = sys.argv[1:]
     here = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(folder))
@@ -115,7 +126,9 @@ def serve(cases: Mapping[str, Any], carried_out: Callable[[str, Any, Rank], dict
     Path(folder, f"found_{here.rank}.json").write_text(json.dumps(found))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    os._exit(0)  # fully_shard on gloo aborts at the interpreter's exit now and then, with any optimizer
+    os._exit(
+        0
+    )  # fully_shard on gloo aborts at the interpreter's exit now and then, with any optimizer
 
 
 def small_llama(words: int, **more: Any) -> Any:
@@ -136,7 +149,10 @@ def small_llama(words: int, **more: Any) -> Any:
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of a model's whole parameters, by name."""
-    wholes = {name: getattr(param, "full_tensor", param.clone)() for name, param in model.named_parameters()}
+    wholes = {
+        name: getattr(param, "full_tensor", param.clone)()
+        for name, param in model.named_parameters()
+    }
     return {name: whole.detach().float() for name, whole in wholes.items()}
 
 
@@ -166,4 +182,6 @@ def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
 
 def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
     """True if two sets of parameters have the same bits."""
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[name], wanted[name]) for name in wanted
+    )

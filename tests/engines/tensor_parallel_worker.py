@@ -25,7 +25,10 @@ def whole_model() -> Any:
 def optimizer_for(model: Any) -> mfx.TransformOptimizer:
     """Return Muon behind a clip, which `torch.nn.utils.clip_grad_norm_` cannot do on DTensors and plain tensors."""
     muon = mfx.muon_with_adamw(
-        0.02, 0.08, labels=mfx.default_labels(model), orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+        0.02,
+        0.08,
+        labels=mfx.default_labels(model),
+        orthogonalize=mfx.orthogonalize(dtype=torch.float32),
     )
     return mfx.TransformOptimizer(model, mfx.chain(mfx.clip_by_global_norm(0.5), muon))
 
@@ -53,7 +56,9 @@ def carried_out(name: str, case: dict[str, int], here: Rank) -> dict[str, Any]:
     dist.barrier()
 
     def partitioned() -> Any:
-        return transformers.LlamaForCausalLM.from_pretrained(source, distributed_config=DistributedConfig(**case))
+        return transformers.LlamaForCausalLM.from_pretrained(
+            source, distributed_config=DistributedConfig(**case)
+        )
 
     alone = whole_model()
     expected = train(alone, optimizer_for(alone), range(STEPS))
@@ -70,7 +75,9 @@ def carried_out(name: str, case: dict[str, int], here: Rank) -> dict[str, Any]:
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
     dcp.load(state, storage_reader=mfx.checkpoint.Reader(saved))
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
     resumed = train(model, optimizer, range(SAVED_AFTER, STEPS))
     return {"worst": worst(found, expected), "resumed": same(resumed, found)}
 

@@ -20,7 +20,16 @@ from torch import nn
 import muonfx as mfx
 from muonfx.engines import deepspeed as ours
 from muonfx.engines.deepspeed.making import require_own_step
-from tests.engines.deepspeed_worker import CASES, EXPORTED, OVERFLOWS, PORTABLE, SAVED_AFTER, WARMUP, WRITTEN, ZERO
+from tests.engines.deepspeed_worker import (
+    CASES,
+    EXPORTED,
+    OVERFLOWS,
+    PORTABLE,
+    SAVED_AFTER,
+    WARMUP,
+    WRITTEN,
+    ZERO,
+)
 from tests.engines.processes import launched, real, result_of
 
 REAL = [*real("deepspeed", timeout=900), pytest.mark.dist]
@@ -58,7 +67,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     results: Found = {}
     for group, names in NAMES.items():
         (folder / group).mkdir()
-        results[group] = launched("deepspeed_worker.py", int(group.split("_")[1]), names, folder / group)
+        results[group] = launched(
+            "deepspeed_worker.py", int(group.split("_")[1]), names, folder / group
+        )
     return results
 
 
@@ -68,7 +79,8 @@ class TestReal:
     pytestmark = REAL
 
     @pytest.mark.parametrize(
-        ("group", "name"), [(group, name) for group, names in NAMES.items() for name in names if name in CASES]
+        ("group", "name"),
+        [(group, name) for group, names in NAMES.items() for name in names if name in CASES],
     )
     def test_parameters_are_those_of_one_process_and_a_resumed_run_is_the_same_run(
         self, found: Found, group: str, name: str
@@ -108,12 +120,17 @@ class TestReal:
             error_text = first[f"{dtype}, {key}"]
             assert text in error_text
             assert error_text == second[f"{dtype}, {key}"]
-        assert "rank 1: ValueError: 'momentum' in a group must be a number" in first[f"{dtype}, momentum"]
+        assert (
+            "rank 1: ValueError: 'momentum' in a group must be a number"
+            in first[f"{dtype}, momentum"]
+        )
         assert second[f"{dtype}, momentum"].startswith("'momentum' in a group must be a number")
         assert first[f"{dtype}, unchanged"]
         assert second[f"{dtype}, unchanged"]
 
-    def test_weights_that_a_first_step_would_overwrite_are_refused_until_a_refresh(self, found: Found) -> None:
+    def test_weights_that_a_first_step_would_overwrite_are_refused_until_a_refresh(
+        self, found: Found
+    ) -> None:
         case = result_of(found["ranks_2"], "loaded into the model alone")
         assert "engine.optimizer.refresh_fp32_params()" in case["refused"]
         assert case["from loaded"]
@@ -122,7 +139,9 @@ class TestReal:
     def test_weights_that_are_written_into_the_model_are_lost_with_a_warning_and_kept_after_a_refresh(
         self, found: Found, name: str
     ) -> None:
-        case = found["ranks_2"][0]["written weights"][name]  # at stage 3, rank 0 writes the weights of all ranks
+        case = found["ranks_2"][0]["written weights"][
+            name
+        ]  # at stage 3, rank 0 writes the weights of all ranks
         assert case["exchanged and back"] == [True, []]
         assert case["refreshed"] == [True, []]
         is_kept, (text,) = case["not refreshed"]
@@ -131,7 +150,9 @@ class TestReal:
         assert case["again"] == [False, []]
 
     @pytest.mark.parametrize("name", OVERFLOWS)
-    def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped_by_all(self, found: Found, name: str) -> None:
+    def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped_by_all(
+        self, found: Found, name: str
+    ) -> None:
         case = result_of(found["ranks_2"], name)
         assert case["skipped"] == 1
         assert case["same"]
@@ -148,7 +169,9 @@ class TestReal:
             assert case["loaded"], goal
             assert case["worst"] <= largest_difference(CASES[source]), goal
 
-    def test_making_an_engine_takes_no_step_and_a_load_restores_the_bits_of_the_model(self, found: Found) -> None:
+    def test_making_an_engine_takes_no_step_and_a_load_restores_the_bits_of_the_model(
+        self, found: Found
+    ) -> None:
         cases = result_of(found["ranks_2"], "saved and loaded")
         assert all(case == [True, True, True] for case in cases.values()), cases
         assert len(cases) == 2 * len(ZERO)
@@ -161,8 +184,12 @@ def test_a_model_and_a_transform_that_it_cannot_step_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ValueError, match="gradient_clipping"):
         ours.optimizer(model, mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)))
-    plateau = mfx.partition({"all": mfx.chain(mfx.contrib.reduce_on_plateau(), mfx.scale(-0.1))}, lambda _: "all")
-    with pytest.raises(ValueError, match=r"requires the extra argument 'value' in each step, and DeepSpeed"):
+    plateau = mfx.partition(
+        {"all": mfx.chain(mfx.contrib.reduce_on_plateau(), mfx.scale(-0.1))}, lambda _: "all"
+    )
+    with pytest.raises(
+        ValueError, match=r"requires the extra argument 'value' in each step, and DeepSpeed"
+    ):
         ours.optimizer(model, plateau)
     labels = {name: None if "1." in name else "sgd" for name, _ in model.named_parameters()}
     tx = mfx.partition({"sgd": mfx.scale(-0.1)}, labels)
@@ -173,7 +200,13 @@ def test_a_model_and_a_transform_that_it_cannot_step_are_refused() -> None:
 
 
 def test_numbers_of_a_configuration_are_those_of_the_groups() -> None:
-    params: Any = {"lr": 0.1, "momentum": 0.8, "betas": [0.7, 0.6], "adamw_lr": 0.2, "weight_decay": 0.3}
+    params: Any = {
+        "lr": 0.1,
+        "momentum": 0.8,
+        "betas": [0.7, 0.6],
+        "adamw_lr": 0.2,
+        "weight_decay": 0.3,
+    }
     labels: Any = {"0.weight": "muon", "0.bias": "adamw"}
     muon, adamw = ours.Muon(nn.Sequential(nn.Linear(2, 2)), **params, labels=labels).param_groups
     assert [muon[key] for key in ("lr", "momentum", "weight_decay")] == [0.1, 0.8, 0.3]
@@ -207,7 +240,9 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
 
 @pytest.mark.parametrize("steps", [0, 1])  # before the first step, and after it
 @pytest.mark.parametrize("named", CHANGES)
-def test_what_is_trained_may_not_change_after_construction(named: str, steps: int, tmp_path: Path) -> None:
+def test_what_is_trained_may_not_change_after_construction(
+    named: str, steps: int, tmp_path: Path
+) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(requires_grad=False))
     made = _stepped(model, mfx.chain(mfx.momentum(), mfx.scale(-0.1)), steps)
     before = copy.deepcopy(model.state_dict())
@@ -215,7 +250,11 @@ def test_what_is_trained_may_not_change_after_construction(named: str, steps: in
     for attempt in (made.step, lambda: ours.save(SimpleNamespace(optimizer=made), tmp_path / "a")):
         with pytest.raises(ValueError, match=f"'{named}' require"):
             attempt()
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items() if name in before)
+    assert all(
+        torch.equal(before[name], value)
+        for name, value in model.state_dict().items()
+        if name in before
+    )
 
 
 def _stepped(model: nn.Module, tx: mfx.Transform, steps: int = 1) -> ours.ZeroOptimizer:
@@ -275,7 +314,9 @@ def test_a_load_with_other_numbers_is_warned_of_and_takes_those_of_the_file() ->
 def test_a_state_without_the_rate_from_construction_is_refused() -> None:
     saved = ours.Muon(nn.Linear(4, 4)).state_dict()
     del saved["param_groups"][0]["requested_lr"]
-    with pytest.raises(ValueError, match="no hyperparameter 'requested_lr' for the group of 'weight'"):
+    with pytest.raises(
+        ValueError, match="no hyperparameter 'requested_lr' for the group of 'weight'"
+    ):
         ours.Muon(nn.Linear(4, 4)).load_state_dict(saved)
 
 
@@ -300,7 +341,9 @@ def test_a_load_of_the_same_run_is_not_warned_of_in_the_midst_of_a_schedule() ->
 def test_a_schedule_is_that_of_the_code_after_a_load() -> None:
     def optimizer(steps: int, peak: float) -> ours.ZeroOptimizer:
         rate = mfx.cosine_decay_schedule(peak, steps)
-        return ours.optimizer(nn.Linear(4, 4), mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(rate)))
+        return ours.optimizer(
+            nn.Linear(4, 4), mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(rate))
+        )
 
     made = optimizer(20, 0.2)
     numbers = dict(made.param_groups[0])
@@ -358,7 +401,9 @@ def _engine(model: nn.Module, steps: int) -> tuple[SimpleNamespace, mfx.Transfor
     return SimpleNamespace(optimizer=_stepped(model, tx, steps)), tx
 
 
-def test_a_run_without_an_engine_reads_what_is_saved_and_writes_what_is_loaded(tmp_path: Path) -> None:
+def test_a_run_without_an_engine_reads_what_is_saved_and_writes_what_is_loaded(
+    tmp_path: Path,
+) -> None:
     torch.manual_seed(0)
     first = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     engine, tx = _engine(first, 2)
@@ -368,7 +413,10 @@ def test_a_run_without_an_engine_reads_what_is_saved_and_writes_what_is_loaded(t
     saved = mfx.checkpoint.load(path, like=plain.transform_state, tx=tx)
     mfx.tree.map(lambda own, loaded: own.copy_(loaded), plain.transform_state, saved)
     again = mfx.checkpoint.save(
-        tmp_path / "b", plain.transform_state, tx=tx, params={n: p.detach() for n, p in alone.named_parameters()}
+        tmp_path / "b",
+        plain.transform_state,
+        tx=tx,
+        params={n: p.detach() for n, p in alone.named_parameters()},
     )
     with torch.no_grad():
         last[0].weight.zero_()
@@ -382,7 +430,9 @@ def test_a_run_without_an_engine_reads_what_is_saved_and_writes_what_is_loaded(t
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
-def test_a_save_before_the_first_step_makes_no_state_and_keeps_a_loaded_one(is_loaded: bool, tmp_path: Path) -> None:
+def test_a_save_before_the_first_step_makes_no_state_and_keeps_a_loaded_one(
+    is_loaded: bool, tmp_path: Path
+) -> None:
     tx = mfx.chain(mfx.scale(0.0), mfx.ema_params(0.9))  # the scale 0 keeps the weights
     model = nn.Linear(4, 4)
     engine = SimpleNamespace(optimizer=ours.optimizer(model, tx))
@@ -409,15 +459,21 @@ def test_a_load_that_fails_before_the_first_step_makes_no_state(tmp_path: Path) 
         model.weight.fill_(0.5)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    torch.testing.assert_close(optimizer.state[model.weight]["ema_params.average"], model.weight.detach())
+    torch.testing.assert_close(
+        optimizer.state[model.weight]["ema_params.average"], model.weight.detach()
+    )
 
 
 @pytest.mark.parametrize(("steps", "peak"), [(100, 0.5), (200, 1.0)])
-def test_a_written_number_comes_from_the_checkpoint_unless_its_schedule_has_changed(steps: int, peak: float) -> None:
+def test_a_written_number_comes_from_the_checkpoint_unless_its_schedule_has_changed(
+    steps: int, peak: float
+) -> None:
     key = "scale_by_learning_rate.learning_rate.peak"
 
     def created(steps: int) -> Any:
-        return ours.optimizer(nn.Linear(2, 2), mfx.adamw(mfx.warmup_cosine_decay_schedule(1.0, 2, steps)))
+        return ours.optimizer(
+            nn.Linear(2, 2), mfx.adamw(mfx.warmup_cosine_decay_schedule(1.0, 2, steps))
+        )
 
     optimizer = created(100)
     optimizer.param_groups[0][key] = 0.5

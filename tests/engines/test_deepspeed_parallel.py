@@ -31,7 +31,9 @@ FP32 = 2e-6
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of all cases, by rank."""
-    return launched("deepspeed_parallel_worker.py", 2, NAMES, tmp_path_factory.mktemp("deepspeed"), limit=850)
+    return launched(
+        "deepspeed_parallel_worker.py", 2, NAMES, tmp_path_factory.mktemp("deepspeed"), limit=850
+    )
 
 
 class TestReal:
@@ -54,7 +56,9 @@ class TestReal:
         assert case["loaded"]
         assert case["resumed"]
 
-    def test_a_checkpoint_has_the_layers_of_all_stages_and_all_experts(self, results: list[dict[str, Any]]) -> None:
+    def test_a_checkpoint_has_the_layers_of_all_stages_and_all_experts(
+        self, results: list[dict[str, Any]]
+    ) -> None:
         for name in PIPELINE_CASES:
             saved = result_of(results, name)["saved"]
             layers = [f"params/{layer}.{kind}" for layer in range(4) for kind in ("bias", "weight")]
@@ -66,10 +70,18 @@ class TestReal:
                 assert f"params/{expert.format(index)}" in saved
                 assert f"muon/momentum/trace/{expert.format(index)}" in saved
 
-    def test_a_checkpoint_of_two_stages_continues_in_one_stage_and_back(self, results: list[dict[str, Any]]) -> None:
-        assert result_of(results, "on other ranks") == {"loaded": True, "close": True, "loaded back": True}
+    def test_a_checkpoint_of_two_stages_continues_in_one_stage_and_back(
+        self, results: list[dict[str, Any]]
+    ) -> None:
+        assert result_of(results, "on other ranks") == {
+            "loaded": True,
+            "close": True,
+            "loaded back": True,
+        }
 
-    def test_one_name_with_different_values_on_two_ranks_is_an_error(self, results: list[dict[str, Any]]) -> None:
+    def test_one_name_with_different_values_on_two_ranks_is_an_error(
+        self, results: list[dict[str, Any]]
+    ) -> None:
         case = result_of(results, "unequal values")
         assert "'params/0.weight'" in case["error_text"]
         assert "rank 1" in case["error_text"]
@@ -81,12 +93,17 @@ class TestReal:
         self, results: list[dict[str, Any]], stage: int, when: str
     ) -> None:
         first, second = [rank[f"wrong rate, stage {stage}"][when] for rank in results]
-        assert "rank 1: ValueError: 'lr' in a group must be a number, found 'fast'" in first["error_text"]
+        assert (
+            "rank 1: ValueError: 'lr' in a group must be a number, found 'fast'"
+            in first["error_text"]
+        )
         assert second["error_text"].startswith("ValueError: 'lr' in a group must be a number")
         assert first["unchanged"]
         assert second["unchanged"]
 
-    def test_stages_with_other_kinds_of_parameters_are_reported(self, results: list[dict[str, Any]]) -> None:
+    def test_stages_with_other_kinds_of_parameters_are_reported(
+        self, results: list[dict[str, Any]]
+    ) -> None:
         (text,) = result_of(results, "unequal stages")["warnings"]
         assert "['muon', 'adamw'] on rank 0 and ['adamw'] on rank 1" in text
         assert "use ZeRO stage 0" in text
@@ -100,7 +117,9 @@ class TestReal:
         assert '"warmup_max_lr": [0.02, 0.003]' in error_text
 
     @pytest.mark.parametrize("name", SCHEDULERS_BY_GROUP)
-    def test_a_scheduler_with_a_rate_for_each_group_is_accepted(self, results: list[dict[str, Any]], name: str) -> None:
+    def test_a_scheduler_with_a_rate_for_each_group_is_accepted(
+        self, results: list[dict[str, Any]], name: str
+    ) -> None:
         ratio = result_of(results, "schedulers")["a rate for each group"][name]["ratio"]
         assert ratio == pytest.approx(0.02 / 0.003, rel=0.1)
 
@@ -115,7 +134,9 @@ def test_a_partition_that_autotp_does_not_describe_is_refused_by_name() -> None:
     model[1].is_tp_parallel = True
     optimizer = ours.optimizer(model, mfx.chain(mfx.momentum(), mfx.scale(-0.1)))
     before = model[1].weight.detach().clone()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         model[1].mp_group = torch.distributed.group.WORLD
         with pytest.raises(ValueError, match=r"'1\.weight'.*AutoTP.*exclude this layer"):

@@ -57,7 +57,9 @@ def test_the_error_at_a_step_names_the_keys_of_each_scheduler_and_a_loop() -> No
         assert f'"{key}"' in str(error.value)
 
 
-def test_an_equal_rate_below_all_requested_rates_warns_once_and_is_refused_when_it_changes() -> None:
+def test_an_equal_rate_below_all_requested_rates_warns_once_and_is_refused_when_it_changes() -> (
+    None
+):
     model = _model()
     optimizer = ours.Muon(model, lr=0.02, adamw_lr=3e-4)
     with pytest.warns(UserWarning, match=r"1e-05 in all groups"):
@@ -91,10 +93,17 @@ def test_groups_with_one_requested_rate_accept_any_rate() -> None:
         {"type": "OneCycle", "params": {"cycle_min_lr": 0.0, "cycle_max_lr": 0.02}},
     ],
 )
-def test_one_rate_in_a_configuration_is_refused_when_the_optimizer_is_made(scheduler: dict[str, Any]) -> None:
-    config = {"optimizer": {"type": "muonfx.Muon", "params": {"lr": 0.02, "adamw_lr": 3e-4}}, "scheduler": scheduler}
+def test_one_rate_in_a_configuration_is_refused_when_the_optimizer_is_made(
+    scheduler: dict[str, Any],
+) -> None:
+    config = {
+        "optimizer": {"type": "muonfx.Muon", "params": {"lr": 0.02, "adamw_lr": 3e-4}},
+        "scheduler": scheduler,
+    }
     key = "cycle_max_lr" if scheduler["type"] == "OneCycle" else "warmup_max_lr"
-    with pytest.raises(ValueError, match=rf'muon 0\.02, adamw 0\.0003.*"{key}": \[0\.02, 0\.0003\]'):
+    with pytest.raises(
+        ValueError, match=rf'muon 0\.02, adamw 0\.0003.*"{key}": \[0\.02, 0\.0003\]'
+    ):
         ours.initialize(_model(), config)
     with pytest.raises(ValueError, match='remove "scheduler"'):
         MuonFactory()(_model(), args=_arguments({"scheduler": scheduler}), adamw_lr=3e-4)

@@ -48,7 +48,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return of
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=real("accelerate")) for name in ACCELERATE])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=real("accelerate")) for name in ACCELERATE]
+)
 def test_accelerate(found: Found, name: str) -> None:
     case = result_of(found("accelerate", 2), name)
     assert case["strategy"] == ("FSDP" if "FSDP2" in name else "MULTI_CPU")
@@ -59,7 +61,11 @@ def test_accelerate(found: Found, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("size", "name"),
-    [pytest.param(size, name, marks=real("lightning")) for size, names in LIGHTNING.items() for name in names],
+    [
+        pytest.param(size, name, marks=real("lightning"))
+        for size, names in LIGHTNING.items()
+        for name in names
+    ],
 )
 def test_lightning_whose_log_is_true(found: Found, size: int, name: str) -> None:
     case = result_of(found("lightning", size), name)
@@ -71,9 +77,15 @@ def test_lightning_whose_log_is_true(found: Found, size: int, name: str) -> None
 
 @pytest.mark.parametrize(
     ("size", "name"),
-    [pytest.param(size, name, marks=real("lightning")) for size, names in LIGHTNING_MOVES.items() for name in names],
+    [
+        pytest.param(size, name, marks=real("lightning"))
+        for size, names in LIGHTNING_MOVES.items()
+        for name in names
+    ],
 )
-def test_a_lightning_run_continues_under_another_strategy_or_on_one_rank(found: Found, size: int, name: str) -> None:
+def test_a_lightning_run_continues_under_another_strategy_or_on_one_rank(
+    found: Found, size: int, name: str
+) -> None:
     found("lightning", 2)  # the files that one rank continues
     case = result_of(found("lightning", size), name)
     assert case["worst again"] <= 1e-6
@@ -82,7 +94,11 @@ def test_a_lightning_run_continues_under_another_strategy_or_on_one_rank(found: 
 
 @pytest.mark.parametrize(
     ("size", "name"),
-    [pytest.param(size, name, marks=real("lightning")) for size, names in FABRIC.items() for name in names],
+    [
+        pytest.param(size, name, marks=real("lightning"))
+        for size, names in FABRIC.items()
+        for name in names
+    ],
 )
 def test_fabric(found: Found, size: int, name: str) -> None:
     case = result_of(found("fabric", size), name)
@@ -90,7 +106,9 @@ def test_fabric(found: Found, size: int, name: str) -> None:
     assert case["resumed"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=real("transformers")) for name in TRANSFORMERS[2]])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=real("transformers")) for name in TRANSFORMERS[2]]
+)
 def test_a_model_that_transformers_has_partitioned(found: Found, name: str) -> None:
     case = result_of(found("tensor_parallel", 2), name)
     assert case["worst"] <= 2e-6

@@ -14,8 +14,12 @@ def found(name: str, folder: Path) -> dict[str, Any]:
     return result_of(launched("freezing_worker.py", 1, [name], folder), name)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=real("lightning")) for n in ("the model", "a list", "torch")])
-def test_backbone_finetuning_unfreezes_and_resumes_before_and_after_it(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=real("lightning")) for n in ("the model", "a list", "torch")]
+)
+def test_backbone_finetuning_unfreezes_and_resumes_before_and_after_it(
+    name: str, tmp_path: Path
+) -> None:
     case = found(f"Lightning, {name}", tmp_path)
     norms, rates = zip(*case["seen"], strict=True)
     assert norms[0] == norms[1]  # frozen
@@ -30,7 +34,9 @@ def test_backbone_finetuning_unfreezes_and_resumes_before_and_after_it(name: str
 
 
 @pytest.mark.parametrize("_", [pytest.param(None, marks=real("lightning"))], ids=[""])
-def test_parameters_that_backbone_finetuning_leaves_out_are_named_and_can_be_added(_: None, tmp_path: Path) -> None:
+def test_parameters_that_backbone_finetuning_leaves_out_are_named_and_can_be_added(
+    _: None, tmp_path: Path
+) -> None:
     case = found("Lightning, equal values", tmp_path)
     assert case["refused"].startswith("'backbone.1.weight' has a gradient")
     assert "Lightning's BackboneFinetuning" in case["refused"]
@@ -39,7 +45,9 @@ def test_parameters_that_backbone_finetuning_leaves_out_are_named_and_can_be_add
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [("4 bits", "torch.uint8"), ("8 bits", "torch.int8")])
-@pytest.mark.parametrize("_", [pytest.param(None, marks=real("transformers", "peft", "bitsandbytes"))], ids=[""])
+@pytest.mark.parametrize(
+    "_", [pytest.param(None, marks=real("transformers", "peft", "bitsandbytes"))], ids=[""]
+)
 def test_qlora_trains_in_the_trainer(_: None, bits: str, dtype: str, tmp_path: Path) -> None:
     case = found(f"QLoRA, {bits}", tmp_path)
     assert dtype in case["dtypes"]
@@ -56,7 +64,8 @@ def test_groups_of_timms_layer_decay_keep_their_scales(_: None, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=real("lerobot")) for n in ("Muon", "matrices", "a slash in keys")]
+    "name",
+    [pytest.param(n, marks=real("lerobot")) for n in ("Muon", "matrices", "a slash in keys")],
 )
 def test_lerobot_saves_and_loads_an_optimizer(name: str, tmp_path: Path) -> None:
     assert found(f"lerobot, {name}", tmp_path)["resumed"]

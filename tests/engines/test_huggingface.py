@@ -30,12 +30,17 @@ from tests.engines.processes import launched, real, result_of, same, values_of, 
 pytestmark = [
     *real("transformers", "accelerate", "peft", "deepspeed", timeout=900),
     # warnings of transformers and accelerate themselves
-    pytest.mark.filterwarnings("ignore::UserWarning:accelerate", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning:accelerate", "ignore::FutureWarning", "ignore::DeprecationWarning"
+    ),
 ]
 FP32, BF16 = 2e-6, 0.05
 """The largest difference of parameters in five steps: in bf16, activations and gradients are rounded."""
 CHECKPOINT = f"checkpoint-{SAVED_AFTER}"
-RATES_FOUND = {"logged": [0.02, 0.016, 0.012, 0.008, 0.004], "groups": [["muon", 0.02], ["adamw", 0.004]]}
+RATES_FOUND = {
+    "logged": [0.02, 0.016, 0.012, 0.008, 0.004],
+    "groups": [["muon", 0.02], ["adamw", 0.004]],
+}
 
 ADAPTERS_RATES = {"logged": [0.004, 0.0032, 0.0024, 0.0016, 0.0008], "groups": [["adamw", 0.004]]}
 
@@ -61,7 +66,9 @@ def found(folder: Path, alone: Any) -> list[dict[str, Any]]:
     return launched("huggingface_worker.py", 2, CASES, folder)
 
 
-def test_in_one_process_it_trains_as_a_loop_by_hand_and_resumes_to_the_bit(alone: Any, folder: Path) -> None:
+def test_in_one_process_it_trains_as_a_loop_by_hand_and_resumes_to_the_bit(
+    alone: Any, folder: Path
+) -> None:
     assert worst(params_of(alone), by_hand()) <= FP32
     assert rates_of(alone) == RATES_FOUND
     assert alone.optimizer.param_groups[1]["betas"] == (0.9, 0.95)
@@ -79,14 +86,18 @@ def test_a_mixin_and_an_optimizer_made_by_hand_are_the_same(alone: Any, tmp_path
 
     mixed = trainer_for(arguments_for(tmp_path), model_for(), MuonTrainer, optimizers=(None, None))
     model = model_for()
-    given = trainer_for(arguments_for(tmp_path), model, MuonTrainer, optimizers=(optimizer_for(model), None))
+    given = trainer_for(
+        arguments_for(tmp_path), model, MuonTrainer, optimizers=(optimizer_for(model), None)
+    )
     for trainer in (mixed, given):
         trainer.train()
         assert same(params_of(trainer), params_of(alone))
 
 
 @pytest.mark.parametrize("form", ["the argument", "the mixin"])
-def test_a_search_for_hyperparameters_changes_the_rate_of_each_run(form: str, tmp_path: Path) -> None:
+def test_a_search_for_hyperparameters_changes_the_rate_of_each_run(
+    form: str, tmp_path: Path
+) -> None:
     """As `Trainer.hyperparameter_search` does: one Trainer, whose arguments change between runs."""
     import transformers
 
@@ -97,7 +108,9 @@ def test_a_search_for_hyperparameters_changes_the_rate_of_each_run(form: str, tm
     if form == "the mixin":
         trainer = trainer_for(args, model_for(), MuonTrainer, optimizers=(None, None))
     else:
-        trainer = trainer_for(args, model_for(), optimizer_cls_and_kwargs=huggingface.muon(args, adamw_lr=0.004))
+        trainer = trainer_for(
+            args, model_for(), optimizer_cls_and_kwargs=huggingface.muon(args, adamw_lr=0.004)
+        )
     for rate in (0.01, 0.03):
         trainer.optimizer = trainer.lr_scheduler = None
         trainer.args.learning_rate = rate
@@ -110,9 +123,16 @@ def test_a_cosine_to_a_min_lr_ends_at_it_for_muon_and_at_the_same_share_for_adam
 
     optimizer = optimizer_for(model_for())
     scheduler = transformers.get_scheduler(
-        "cosine_with_min_lr", optimizer, 0, num_training_steps=2, scheduler_specific_kwargs={"min_lr": 0.001}
+        "cosine_with_min_lr",
+        optimizer,
+        0,
+        num_training_steps=2,
+        scheduler_specific_kwargs={"min_lr": 0.001},
     )
-    muon, adamw = [rate * factor(2) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    muon, adamw = [
+        rate * factor(2)
+        for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
     assert muon == pytest.approx(0.001)
     assert adamw == pytest.approx(0.001 * RATES["adamw_lr"] / 0.02)
 
@@ -120,7 +140,9 @@ def test_a_cosine_to_a_min_lr_ends_at_it_for_muon_and_at_the_same_share_for_adam
 def test_a_mixin_after_the_trainer_is_refused() -> None:
     import transformers
 
-    with pytest.raises(TypeError, match=r"expected MuonMixin first: class Late\(MuonMixin, Trainer\)"):
+    with pytest.raises(
+        TypeError, match=r"expected MuonMixin first: class Late\(MuonMixin, Trainer\)"
+    ):
 
         class Late(transformers.Trainer, huggingface.MuonMixin):
             pass
@@ -175,7 +197,9 @@ def test_adapters_alone_are_trained_by_adamw(tmp_path: Path) -> None:
     assert "AdamW trains 8" in ours
     assert "lora_A.default.weight' is 'adamw': low-rank factor" in ours
     after = values_of(model)
-    assert {n for n in after if not torch.equal(after[n], before[n])} == {n for n in after if "lora_" in n}
+    assert {n for n in after if not torch.equal(after[n], before[n])} == {
+        n for n in after if "lora_" in n
+    }
     assert [group["label"] for group in trainer.optimizer.param_groups] == ["adamw"]
 
 

@@ -14,7 +14,9 @@ BOUNDS = {"alone": 1e-6, "fsdp2": 5e-5}
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("size", "name"), [pytest.param(1, "alone", marks=REAL), pytest.param(2, "fsdp2", marks=REAL)])
+@pytest.mark.parametrize(
+    ("size", "name"), [pytest.param(1, "alone", marks=REAL), pytest.param(2, "fsdp2", marks=REAL)]
+)
 def test_parameters_are_those_of_one_process_and_a_resumed_run_is_the_same_run(
     tmp_path_factory: pytest.TempPathFactory, size: int, name: str
 ) -> None:
@@ -23,7 +25,9 @@ def test_parameters_are_those_of_one_process_and_a_resumed_run_is_the_same_run(
     assert case["worst"] <= BOUNDS[name]
     assert case["resumed"]
     if name == "alone":  # logged after the scheduler's step
-        assert "--optim_config" in case["said"]  # the launcher, which has registered the optimizer there
+        assert (
+            "--optim_config" in case["said"]
+        )  # the launcher, which has registered the optimizer there
         assert case["logged"] == [0.02 * 0.5**step for step in range(1, 6)]
         assert case["logged again"] == case["logged"][3:]
     else:

@@ -20,7 +20,9 @@ PART = mfx.orthogonalize(
     dtype=torch.float32,
     view=mfx.MatrixView(VIEW),
 )
-WRITTEN = json.loads(json.dumps({"coefficients": [[2.0, -1.5, 0.5]], "steps": 3, "dtype": "float32", "view": VIEW}))
+WRITTEN = json.loads(
+    json.dumps({"coefficients": [[2.0, -1.5, 0.5]], "steps": 3, "dtype": "float32", "view": VIEW})
+)
 
 
 def test_a_part_in_json_is_the_part_in_python():
@@ -31,7 +33,12 @@ def test_a_part_in_json_is_the_part_in_python():
 
 
 ARGS: Any = SimpleNamespace(
-    learning_rate=0.002, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, deepspeed_plugin=None
+    learning_rate=0.002,
+    weight_decay=0.1,
+    adam_beta1=0.9,
+    adam_beta2=0.95,
+    adam_epsilon=1e-8,
+    deepspeed_plugin=None,
 )
 """Training arguments of transformers with the numbers that `muonfx.Muon` has by default."""
 
@@ -54,14 +61,20 @@ def test_every_engine_takes_parts_as_muon_does(make: Any):
     part = {"coefficients": "keller", "view": {"1.weight": "(part=3 out) in -> part out in"}}
     view = mfx.MatrixView({"1.weight": "(part=3 out) in -> part out in"})
     expected = mfx.Muon(
-        model(), orthogonalize=mfx.orthogonalize(coefficients="keller", view=view), lr_scaling="original"
+        model(),
+        orthogonalize=mfx.orthogonalize(coefficients="keller", view=view),
+        lr_scaling="original",
     )
     assert make(orthogonalize=part, lr_scaling="original") == expected.tx
-    with pytest.raises(TypeError, match=r"orthogonalize: there is no argument 'coeficients'.*'coefficients'"):
+    with pytest.raises(
+        TypeError, match=r"orthogonalize: there is no argument 'coeficients'.*'coefficients'"
+    ):
         make(orthogonalize={"coeficients": "keller"})
     with pytest.raises(TypeError, match="MatrixView: found 3, expected a pattern"):
         make(orthogonalize={"view": {"1.weight": 3}})
-    with pytest.raises(TypeError, match=r"there is no argument 'coefficients' \(here: orthogonalize=.*coefficients"):
+    with pytest.raises(
+        TypeError, match=r"there is no argument 'coefficients' \(here: orthogonalize=.*coefficients"
+    ):
         make(coefficients="keller")
     for unknown, meant in (("adam_lr", "adamw_lr"), ("decay", "momentum="), ("b1", "betas=")):
         with pytest.raises(TypeError, match=f"there is no argument '{unknown}'.*{meant}"):

@@ -25,7 +25,9 @@ FP32 = 1e-6
 def test_parameters_are_those_of_one_optimizer_and_a_resumed_run_is_the_same_run(
     tmp_path_factory: pytest.TempPathFactory, size: int
 ) -> None:
-    found = launched("torchtitan_worker.py", size, ["container"], tmp_path_factory.mktemp(f"ranks{size}"))
+    found = launched(
+        "torchtitan_worker.py", size, ["container"], tmp_path_factory.mktemp(f"ranks{size}")
+    )
     case = result_of(found, "container")
     assert case["worst"] <= FP32
     assert case["resumed"] == [True, True]
@@ -33,14 +35,21 @@ def test_parameters_are_those_of_one_optimizer_and_a_resumed_run_is_the_same_run
     # frozen parameters are in no group
     assert warm == pytest.approx({"lr/Muon/0": 0.02 / 2, "lr/Muon/1": 0.003 / 2})
     assert loaded == [pytest.approx({"lr/Muon/0": 0.02 * 2 / 3, "lr/Muon/1": 0.003 * 2 / 3})] * 2
-    assert case["up"] == ["state.up.weight.adamw.scale_by_adam.count", "state.up.weight.muon.momentum.trace"]
+    assert case["up"] == [
+        "state.up.weight.adamw.scale_by_adam.count",
+        "state.up.weight.muon.momentum.trace",
+    ]
 
 
 def test_fields_of_torchtitans_own_optimizers_are_refused() -> None:
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
     groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW")]
-    ignored = {"param_groups": groups, "implementation": "foreach", "optimizer_factory_kwargs_by_name": {"AdamW": {}}}
+    ignored = {
+        "param_groups": groups,
+        "implementation": "foreach",
+        "optimizer_factory_kwargs_by_name": {"AdamW": {}},
+    }
     assert ignored.keys() == {one.name for one in fields(OptimizersContainer.Config)}
     for name, value in ignored.items():
         config: Any = ours.muon(0.02)
@@ -49,20 +58,29 @@ def test_fields_of_torchtitans_own_optimizers_are_refused() -> None:
             config.build(model_parts=[nn.Linear(2, 2)])
 
 
-def test_a_state_dict_of_another_chain_is_reported_also_if_the_parts_are_divided_otherwise() -> None:
+def test_a_state_dict_of_another_chain_is_reported_also_if_the_parts_are_divided_otherwise() -> (
+    None
+):
     def container(first: int, **options: Any) -> Any:
         layers = [(f"layer{index}", nn.Linear(4, 12)) for index in range(3)]
-        parts = [nn.Sequential(OrderedDict(layers[:first])), nn.Sequential(OrderedDict(layers[first:]))]
+        parts = [
+            nn.Sequential(OrderedDict(layers[:first])),
+            nn.Sequential(OrderedDict(layers[first:])),
+        ]
         return ours.muon(0.02, **options).build(model_parts=parts)
 
     def messages_of(old: Any, new: Any) -> list[str]:
         with warnings.catch_warnings(record=True, action="always") as caught:
             new.load_state_dict(old.state_dict())
-        return [str(warning.message) for warning in caught if "another chain" in str(warning.message)]
+        return [
+            str(warning.message) for warning in caught if "another chain" in str(warning.message)
+        ]
 
     view = mfx.MatrixView({"layer[01].weight": "(part=3 out) in -> part out in"})
     options = {"orthogonalize": mfx.orthogonalize(view=view)}
-    with warnings.catch_warnings(action="ignore"):  # one of the parts has no parameter with this pattern
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # one of the parts has no parameter with this pattern
         old, same = container(1, **options), container(2, **options)
         plain, other = container(1), container(2)
     assert messages_of(old, same) == []
@@ -70,7 +88,9 @@ def test_a_state_dict_of_another_chain_is_reported_also_if_the_parts_are_divided
     (message,) = messages_of(old, other)
     assert "group 'muon', orthogonalize.view: MatrixView(" in message
     assert "'(part=3 out) in -> part out in'" in message
-    earlier = {key: value for key, value in old.state_dict().items() if not key.endswith("chain_code")}
+    earlier = {
+        key: value for key, value in old.state_dict().items() if not key.endswith("chain_code")
+    }
     other.load_state_dict(earlier)
 
 
@@ -80,7 +100,9 @@ def test_a_resumed_run_has_the_rates_of_the_code_in_every_step() -> None:
     def made(lr: float) -> tuple[Any, Any]:
         model = nn.Linear(4, 4)
         optimizers = ours.muon(lr, adamw_lr=0.4).build(model_parts=[model])
-        schedulers = LRSchedulersContainer.Config(warmup_steps=4).build(optimizers=optimizers, training_steps=8)
+        schedulers = LRSchedulersContainer.Config(warmup_steps=4).build(
+            optimizers=optimizers, training_steps=8
+        )
         model(torch.ones(1, 4)).sum().backward()
         return optimizers, schedulers
 
@@ -111,7 +133,10 @@ def test_the_command_line_overrides_a_rate() -> None:
     config = make_dataclass("Training", [("optimizer", OptimizersContainer.Config)])
     args = ["--optimizer.lr", "0.01"]
     given: Any = tyro.cli(
-        config, default=config(ours.muon(0.02, lr_scaling="spectral")), args=args, registry=custom_registry
+        config,
+        default=config(ours.muon(0.02, lr_scaling="spectral")),
+        args=args,
+        registry=custom_registry,
     )
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     groups = given.optimizer.build(model_parts=[model]).optimizers[0].param_groups
@@ -127,8 +152,14 @@ def test_roles_may_be_in_some_model_parts_only_and_must_be_in_one() -> None:
         return [nn.Sequential(first), nn.Sequential(last)]
 
     first, last = ours.muon(0.1, adamw_lr=rates).build(model_parts=parts()).optimizers
-    assert [(group["label"], group["lr"]) for group in first.param_groups] == [("hidden", 0.1), ("embedding", 0.3)]
-    assert [(group["label"], group["lr"]) for group in last.param_groups] == [("hidden", 0.1), ("head", 0.02)]
+    assert [(group["label"], group["lr"]) for group in first.param_groups] == [
+        ("hidden", 0.1),
+        ("embedding", 0.3),
+    ]
+    assert [(group["label"], group["lr"]) for group in last.param_groups] == [
+        ("hidden", 0.1),
+        ("head", 0.02),
+    ]
     for wrong in ({**rates, "heads": 0.1}, {"head": 0.02}):
         with pytest.raises(ValueError, match="adamw_lr"):
             ours.muon(0.1, adamw_lr=wrong).build(model_parts=parts())

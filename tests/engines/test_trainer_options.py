@@ -16,7 +16,9 @@ from muonfx.engines import huggingface
 def arguments(**more: Any) -> Any:
     """Return training arguments of transformers with the fields that `muon` reads."""
     adamw = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8}
-    return SimpleNamespace(learning_rate=1e-3, weight_decay=0.1, **adamw, deepspeed_plugin=None, **more)
+    return SimpleNamespace(
+        learning_rate=1e-3, weight_decay=0.1, **adamw, deepspeed_plugin=None, **more
+    )
 
 
 def test_a_factor_makes_the_second_rate_follow_the_first():
@@ -34,7 +36,9 @@ def test_a_wrong_argument_is_refused_before_the_trainer_loads_the_model():
     with pytest.raises(TypeError, match=r"there is no argument 'adam_lr'.*'adamw_lr'"):
         huggingface.muon(arguments(), adam_lr=1e-3)
     model: Any = nn.Linear(4, 4)
-    with pytest.raises(TypeError, match=r"args is a model, expected transformers\.TrainingArguments"):
+    with pytest.raises(
+        TypeError, match=r"args is a model, expected transformers\.TrainingArguments"
+    ):
         huggingface.muon(model)
 
 
@@ -66,7 +70,9 @@ def test_a_mixin_warns_of_another_optimizer_that_the_trainer_was_given():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.warns(UserWarning, match="Muon is not used, .* given SGD: leave optimizers= out"):
         MuonTrainer(torch.optim.SGD(model.parameters(), 0.1)).create_optimizer()
-    with pytest.warns(UserWarning, match="Muon is not used, .* given SGD: leave optimizer_cls_and_kwargs= out"):
+    with pytest.warns(
+        UserWarning, match="Muon is not used, .* given SGD: leave optimizer_cls_and_kwargs= out"
+    ):
         MuonTrainer(optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1})).create_optimizer()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

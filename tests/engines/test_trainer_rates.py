@@ -18,7 +18,9 @@ from tests.engines.processes import real
 
 pytestmark = [
     *real("transformers", "accelerate", timeout=1800),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+    ),
 ]
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 BATCH, LENGTH, STEPS, TUNING_STEPS = 8, 64, 80, 30
@@ -29,7 +31,9 @@ PROSE = "".join(topics[name] for name in sorted(topics)).encode()
 def sequences(text: bytes, count: int, seed: int) -> Tensor:
     """Return random windows (count, LENGTH) of a text."""
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    starts = torch.randint(len(tokens) - LENGTH, (count,), generator=torch.Generator().manual_seed(seed))
+    starts = torch.randint(
+        len(tokens) - LENGTH, (count,), generator=torch.Generator().manual_seed(seed)
+    )
     return torch.stack([tokens[start : start + LENGTH] for start in starts])
 
 
@@ -49,7 +53,9 @@ def tiny_llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def trained(folder: Path, model: Any, text: bytes, steps: int, rate: float, adamw_lr: float | None) -> float:
+def trained(
+    folder: Path, model: Any, text: bytes, steps: int, rate: float, adamw_lr: float | None
+) -> float:
     """Train with the Trainer, with Muon if `adamw_lr` is given, else AdamW; return the loss of other windows."""
     import transformers
 
@@ -70,7 +76,9 @@ def trained(folder: Path, model: Any, text: bytes, steps: int, rate: float, adam
     if adamw_lr is not None:
         optimizer = huggingface.muon(args, adamw_lr=adamw_lr, orthogonalize={"dtype": "float32"})
     data = [{"input_ids": row, "labels": row} for row in sequences(text, steps * BATCH, seed=1)]
-    trainer = transformers.Trainer(model, args, train_dataset=data, optimizer_cls_and_kwargs=optimizer)
+    trainer = transformers.Trainer(
+        model, args, train_dataset=data, optimizer_cls_and_kwargs=optimizer
+    )
     trainer.train()
     validation = sequences(text, 64, seed=2)
     with torch.no_grad():
@@ -94,7 +102,10 @@ def test_the_rates_of_the_page_end_no_worse_than_adamw_from_scratch(tmp_path: Pa
 
 
 def test_the_rule_ends_no_worse_than_the_best_rate_of_adamw_from_scratch(tmp_path: Path):
-    losses = {rate: trained(tmp_path, tiny_llama(), CODE, STEPS, rate, None) for rate in (1e-3, 3e-3, 1e-2)}
+    losses = {
+        rate: trained(tmp_path, tiny_llama(), CODE, STEPS, rate, None)
+        for rate in (1e-3, 3e-3, 1e-2)
+    }
     best = min(losses, key=lambda rate: losses[rate])
     assert trained(tmp_path, tiny_llama(), CODE, STEPS, best, 4 * best) <= losses[best]
 
@@ -107,5 +118,7 @@ def test_the_rule_ends_no_worse_than_the_best_rate_of_adamw_in_fine_tuning(tmp_p
         losses[rate] = trained(tmp_path, copy.deepcopy(pretrained), PROSE, TUNING_STEPS, rate, None)
     best = min(losses, key=lambda rate: losses[rate])
     matrices, rest = RULES[FINETUNE]
-    muon = trained(tmp_path, copy.deepcopy(pretrained), PROSE, TUNING_STEPS, matrices * best, rest * best)
+    muon = trained(
+        tmp_path, copy.deepcopy(pretrained), PROSE, TUNING_STEPS, matrices * best, rest * best
+    )
     assert muon <= losses[best]

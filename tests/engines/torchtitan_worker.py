@@ -52,9 +52,9 @@ class Run:
         split = list(whole.items())
         self.parts = [nn.Sequential(OrderedDict(part)) for part in (split[:2], split[2:])]
         self.model = nn.Sequential(*self.parts)
-        self.optimizers = ours.muon(**RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32)).build(
-            model_parts=self.parts
-        )
+        self.optimizers = ours.muon(
+            **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+        ).build(model_parts=self.parts)
         self.schedulers = LRSchedulersContainer.Config(**SCHEDULE).build(
             optimizers=self.optimizers, training_steps=STEPS
         )
@@ -75,13 +75,17 @@ class Run:
 
     def params(self) -> dict[str, Tensor]:
         found = {name: value for part in self.parts for name, value in values_of(part).items()}
-        return {name.replace("._checkpoint_wrapped_module", ""): value for name, value in found.items()}
+        return {
+            name.replace("._checkpoint_wrapped_module", ""): value for name, value in found.items()
+        }
 
 
 def in_one_process() -> dict[str, Tensor]:
     model = nn.Sequential(layers())
     optimizer = mfx.Muon(model, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
-    schedulers = LRSchedulersContainer.Config(**SCHEDULE).build(optimizers=[optimizer], training_steps=STEPS)
+    schedulers = LRSchedulersContainer.Config(**SCHEDULE).build(
+        optimizers=[optimizer], training_steps=STEPS
+    )
     return trained_alone(model, optimizer, schedulers, batches(), loss_of, CLIP)
 
 
@@ -103,7 +107,9 @@ def carried_out(_name: str, _case: Any, here: Rank) -> dict[str, Any]:
         "worst": worst(run.params(), in_one_process()),
         "resumed": resumed,
         "logged": logged,
-        "up": sorted(key for key in run.optimizers.state_dict() if key.startswith("state.up.weight")),
+        "up": sorted(
+            key for key in run.optimizers.state_dict() if key.startswith("state.up.weight")
+        ),
     }
 
 

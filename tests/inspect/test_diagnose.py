@@ -36,7 +36,14 @@ def spectrum_of(momentum: Tensor, coefficients: Any = "polar_express_5", **optio
     return row.spectrum
 
 
-SETS = ["keller", "polar_express_5", "polar_express", "cubic", [(1.5, -0.5)] * 3, torch.tensor([[1.5, -0.5, 0.0]] * 3)]
+SETS = [
+    "keller",
+    "polar_express_5",
+    "polar_express",
+    "cubic",
+    [(1.5, -0.5)] * 3,
+    torch.tensor([[1.5, -0.5, 0.0]] * 3),
+]
 
 
 @given(
@@ -46,7 +53,9 @@ SETS = ["keller", "polar_express_5", "polar_express", "cubic", [(1.5, -0.5)] * 3
     st.booleans(),
 )
 @settings(max_examples=40)
-def test_singular_values_are_those_of_the_polynomial_of_the_known_ones(powers, coefficients, longer, tall):
+def test_singular_values_are_those_of_the_polynomial_of_the_known_ones(
+    powers, coefficients, longer, tall
+):
     values = 10 ** torch.tensor(sorted(powers), dtype=torch.float64)
     sides = (len(values) + longer, len(values)) if tall else (len(values), len(values) + longer)
     found = spectrum_of(3.0 * matrix(values, *sides), coefficients)
@@ -68,7 +77,9 @@ def test_the_needed_steps_are_the_fewest_after_which_nine_tenths_are_lifted(coef
     needed = spectrum_of(momentum, coefficients).steps_needed
 
     def reached(steps: int) -> int:
-        after = mfx.polar.orthogonalize(momentum, coefficients=coefficients, steps=steps, dtype=torch.float64)
+        after = mfx.polar.orthogonalize(
+            momentum, coefficients=coefficients, steps=steps, dtype=torch.float64
+        )
         return int((torch.linalg.svdvals(after) >= 0.65).sum())
 
     assert reached(needed) >= 9 > max(map(reached, range(1, needed)), default=0)
@@ -83,14 +94,21 @@ def test_a_momentum_of_low_rank_needs_more_steps_than_there_are():
 
 
 def test_of_a_fused_weight_the_worst_matrix_counts():
-    easy, hard = (matrix(torch.tensor([1.0, tail], dtype=torch.float64), 2, 4) for tail in (0.9, 0.001))
+    easy, hard = (
+        matrix(torch.tensor([1.0, tail], dtype=torch.float64), 2, 4) for tail in (0.9, 0.001)
+    )
     alone = spectrum_of(hard)
-    fused = spectrum_of(torch.cat([easy, hard]), view=mfx.MatrixView("(part=2 out) in -> part out in"))
+    fused = spectrum_of(
+        torch.cat([easy, hard]), view=mfx.MatrixView("(part=2 out) in -> part out in")
+    )
     assert fused.steps_needed == alone.steps_needed > spectrum_of(easy).steps_needed
     assert fused.tail == pytest.approx(alone.tail)
     assert fused.minimum == pytest.approx(alone.minimum)
     assert fused.maximum == pytest.approx(max(alone.maximum, spectrum_of(easy).maximum))
-    assert spectrum_of(torch.stack([easy, hard]), view=mfx.MatrixView(mfx.transforms.matrices.STACK)) == fused
+    assert (
+        spectrum_of(torch.stack([easy, hard]), view=mfx.MatrixView(mfx.transforms.matrices.STACK))
+        == fused
+    )
 
 
 class Model(nn.Module):
@@ -120,7 +138,9 @@ def trained(wrap=lambda tx: tx, lr=0.02, steps=2) -> tuple[Model, mfx.TransformO
         if step:
             optimizer.step()
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.roll(1).flatten()).backward()
+        nn.functional.cross_entropy(
+            model(TOKENS).flatten(0, 1), TOKENS.roll(1).flatten()
+        ).backward()
     return model, optimizer
 
 
@@ -148,7 +168,9 @@ def test_sizes_are_those_of_the_next_step_and_nothing_changes(wrapper):
     for row in found.rows:
         step = model.get_parameter(row.name).detach() - params[row.name]
         assert row.update_rms == pytest.approx(step.square().mean().sqrt().item(), rel=1e-3)
-        assert row.weight_rms == pytest.approx(params[row.name].square().mean().sqrt().item(), rel=1e-5)
+        assert row.weight_rms == pytest.approx(
+            params[row.name].square().mean().sqrt().item(), rel=1e-5
+        )
         rate = 0.02 if row.spectrum else 0.003
         assert row.update_per_rate == pytest.approx(row.update_rms / rate, rel=1e-4)
         assert (row.spectrum is not None) == (row.name in {"blocks.0.weight", "blocks.1.weight"})
@@ -161,7 +183,9 @@ def test_current_numbers_of_groups_are_used_and_may_differ():
     group["lr"] = 0.04
     after = {row.name: row for row in mfx.diagnose(optimizer).rows}
     for name in before:
-        assert after[name].update_rms == pytest.approx(before[name].update_rms * (2 if before[name].spectrum else 1))
+        assert after[name].update_rms == pytest.approx(
+            before[name].update_rms * (2 if before[name].spectrum else 1)
+        )
         assert after[name].update_per_rate == pytest.approx(before[name].update_per_rate)
     tx = optimizer.tx
     named = dict(model.named_parameters())
@@ -190,14 +214,19 @@ def test_the_table_has_a_row_for_each_role_and_metrics_are_flat_floats():
     assert float(role.cells[3]) == min(float(row.cells[3]) for row in role.children)
     assert float(role.cells[4]) == max(float(row.cells[4]) for row in role.children)
     assert float(role.cells[6]) == min(float(row.cells[6]) for row in role.children)
-    assert role.cells[7] == f"{max(row.spectrum.steps_needed for row in found.rows if row.spectrum)} of 5"
+    assert (
+        role.cells[7]
+        == f"{max(row.spectrum.steps_needed for row in found.rows if row.spectrum)} of 5"
+    )
     assert "blocks.0.weight" not in found.to_text(depth=0)
     Parsed(found._repr_html_())
     metrics = found.metrics()
     assert all(type(value) is float for value in metrics.values())
     row = next(row for row in found.rows if row.spectrum)
     prefix = f"diagnose/{row.name}/"
-    assert {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)} == {
+    assert {
+        key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)
+    } == {
         "update_rms": row.update_rms,
         "update_per_weight": row.update_per_weight,
         "update_per_rate": row.update_per_rate,
@@ -208,7 +237,10 @@ def test_the_table_has_a_row_for_each_role_and_metrics_are_flat_floats():
 def test_a_weight_of_zeros_has_an_infinite_relative_update():
     params = {"w": torch.zeros(3, 3)}
     tx = mfx.muon(0.1, orthogonalize=EXACT)
-    assert mfx.diagnose((tx, tx.init(params), params, {"w": torch.eye(3)})).rows[0].update_per_weight == math.inf
+    assert (
+        mfx.diagnose((tx, tx.init(params), params, {"w": torch.eye(3)})).rows[0].update_per_weight
+        == math.inf
+    )
 
 
 def test_a_parameter_without_gradient_has_no_row():
@@ -221,11 +253,17 @@ def test_a_parameter_without_gradient_has_no_row():
 @pytest.mark.parametrize("wrapper", [mfx.skip_nonfinite, lambda tx: tx])
 def test_gradients_that_are_not_finite_are_named(wrapper):
     params = {"a": torch.eye(3), "b": torch.eye(3), "c": torch.eye(3), "d": torch.ones(3, 3)}
-    grads = {"a": torch.eye(3), "b": torch.full((3, 3), math.nan), "c": torch.diag(torch.tensor([math.inf, 0, 0]))}
+    grads = {
+        "a": torch.eye(3),
+        "b": torch.full((3, 3), math.nan),
+        "c": torch.diag(torch.tensor([math.inf, 0, 0])),
+    }
     tx = wrapper(mfx.muon(0.1))
     found = mfx.diagnose((tx, tx.init(params), params, {**grads, "d": None}))
     assert found.nonfinite == ("b", "c")
-    assert str(found).startswith("gradients that are not finite (NaN or infinite): 'b', 'c'\nskip_nonfinite skips this")
+    assert str(found).startswith(
+        "gradients that are not finite (NaN or infinite): 'b', 'c'\nskip_nonfinite skips this"
+    )
     Parsed(found._repr_html_())
     found = mfx.diagnose((tx, tx.init(params), params, params))
     assert found.nonfinite == ()
@@ -235,7 +273,9 @@ def test_gradients_that_are_not_finite_are_named(wrapper):
 def test_a_nan_without_skip_nonfinite_has_no_spectrum():
     params = {"a": torch.eye(3), "b": torch.eye(3)}
     tx = mfx.muon(0.1)
-    good, bad = mfx.diagnose((tx, tx.init(params), params, {"a": torch.eye(3), "b": torch.full((3, 3), math.nan)})).rows
+    good, bad = mfx.diagnose(
+        (tx, tx.init(params), params, {"a": torch.eye(3), "b": torch.full((3, 3), math.nan)})
+    ).rows
     assert good.spectrum is not None
     assert bad.spectrum is None
     assert math.isnan(bad.update_rms)
@@ -245,7 +285,9 @@ def test_what_cannot_be_diagnosed_is_said():
     params = {"w": torch.ones(3, 3)}
     tx = mfx.muon(0.1)
     state = tx.init(params)
-    with pytest.raises(ValueError, match="found no gradient, expected at least one: call it after backward"):
+    with pytest.raises(
+        ValueError, match="found no gradient, expected at least one: call it after backward"
+    ):
         mfx.diagnose((tx, state, params, {"w": None}))
     with pytest.raises(TypeError, match=r"found tuple, expected a muonfx\.TransformOptimizer"):
         mfx.diagnose((tx, state, params))  # pyright: ignore
@@ -255,7 +297,10 @@ def test_what_cannot_be_diagnosed_is_said():
     micro = mfx.accumulate(tx, every=2)
     with pytest.raises(ValueError, match=r"orthogonalize did not run, .* boundary=True"):
         mfx.diagnose((micro, micro.init(params), params, params))
-    assert mfx.diagnose((micro, micro.init(params), params, params), boundary=True).rows[0].spectrum is not None
+    assert (
+        mfx.diagnose((micro, micro.init(params), params, params), boundary=True).rows[0].spectrum
+        is not None
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- over ranks
@@ -272,14 +317,19 @@ def test_every_rank_returns_the_values_of_one_process(here: Here):
         elif kind == "fsdp":
             fully_shard(model.blocks[0], mesh=here.mesh)
             fully_shard(model, mesh=here.mesh)
-        muon = mfx.chain(mfx.momentum(), EXACT, mfx.normalize_neurons())  # whose state is on one rank
+        muon = mfx.chain(
+            mfx.momentum(), EXACT, mfx.normalize_neurons()
+        )  # whose state is on one rank
         tx = mfx.chain(
-            mfx.partition({"muon": muon, "adamw": mfx.scale_by_adam()}, names), mfx.scale_by_learning_rate(0.01)
+            mfx.partition({"muon": muon, "adamw": mfx.scale_by_adam()}, names),
+            mfx.scale_by_learning_rate(0.01),
         )
         optimizer = mfx.TransformOptimizer(model, tx, **layout)
         for _ in range(2):
             optimizer.step()
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.roll(1).flatten()).backward()
+            nn.functional.cross_entropy(
+                model(TOKENS).flatten(0, 1), TOKENS.roll(1).flatten()
+            ).backward()
         seen.append(mfx.diagnose(optimizer).metrics())
         assert seen[-1] == pytest.approx(seen[0], rel=1e-4)

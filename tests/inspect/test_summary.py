@@ -20,7 +20,9 @@ leaves = st.none() | st.builds(
 )
 names = st.text(min_size=1, max_size=5)
 trees = st.recursive(
-    leaves, lambda inner: st.dictionaries(names, inner, max_size=3) | st.lists(inner, max_size=3), max_leaves=8
+    leaves,
+    lambda inner: st.dictionaries(names, inner, max_size=3) | st.lists(inner, max_size=3),
+    max_leaves=8,
 )
 
 
@@ -36,16 +38,25 @@ def leaf_rows(rows) -> int:
 @settings(max_examples=25)
 def test_every_leaf_is_there_once_and_bytes_add_up(values):
     found = mfx.summary(values)
-    assert [leaf.path for leaf in found.leaves] == [tuple(map(str, path)) for path in mfx.tree.paths(values)]
+    assert [leaf.path for leaf in found.leaves] == [
+        tuple(map(str, path)) for path in mfx.tree.paths(values)
+    ]
     assert found.nbytes == found.total_nbytes == bytes_in(values) == sum(found.by_dtype().values())
     table = found.report().parts[0]
     assert leaf_rows(table.rows) == len(found.leaves)
-    assert table.footers[0].cells[0].split()[2] == str(sum(t is not None for t in mfx.tree.leaves(values)))
+    assert table.footers[0].cells[0].split()[2] == str(
+        sum(t is not None for t in mfx.tree.leaves(values))
+    )
     Parsed(found._repr_html_())
 
 
 def params_for_ranks():
-    return {"wte": torch.zeros(16, 8), "fc": torch.zeros(8, 8), "up": torch.zeros(64, 8), "b": torch.zeros(8)}
+    return {
+        "wte": torch.zeros(16, 8),
+        "fc": torch.zeros(8, 8),
+        "up": torch.zeros(64, 8),
+        "b": torch.zeros(8),
+    }
 
 
 LABELS = {"wte": "adamw", "fc": "muon", "up": "muon", "b": None}
@@ -64,7 +75,9 @@ CHAINS = [
 def test_what_ranks_hold_adds_up_to_what_each_says_of_all(tx, partition):
     params = params_for_ranks()
     made = (
-        mfx.sharding.replicated(params, 3) if partition is None else mfx.sharding.zero(params, 3, partition=partition)
+        mfx.sharding.replicated(params, 3)
+        if partition is None
+        else mfx.sharding.zero(params, 3, partition=partition)
     )
     seen = []
     for rank in range(3):
@@ -73,7 +86,10 @@ def test_what_ranks_hold_adds_up_to_what_each_says_of_all(tx, partition):
     assert sum(one.nbytes for one in seen) == seen[0].total_nbytes
     for leaf, *others in zip(*(one.leaves for one in seen), strict=True):
         assert sum(one.nbytes for one in (leaf, *others)) == leaf.total_nbytes
-        assert all((one.shape, one.owner, one.path) == (leaf.shape, leaf.owner, leaf.path) for one in others)
+        assert all(
+            (one.shape, one.owner, one.path) == (leaf.shape, leaf.owner, leaf.path)
+            for one in others
+        )
         held = [rank for rank, one in enumerate((leaf, *others)) if one.nbytes]
         if leaf.owner.startswith("rank "):
             assert held == [int(leaf.owner.split()[1])]
@@ -98,9 +114,13 @@ def test_an_optimizer_and_a_model_are_summarized():
     optimizer = mfx.Muon(model)
     found = mfx.summary(optimizer)
     assert found.leaves == mfx.summary(optimizer.transform_state).leaves
-    assert found.params_nbytes == bytes_in(dict(model.named_parameters())) == mfx.summary(model).nbytes
+    assert (
+        found.params_nbytes == bytes_in(dict(model.named_parameters())) == mfx.summary(model).nbytes
+    )
     layout = mfx.sharding.zero(dict(model.named_parameters()), 1, partition="flat")
-    sharded = mfx.TransformOptimizer(layout.shard(dict(model.named_parameters())), mfx.momentum(), layout=layout)
+    sharded = mfx.TransformOptimizer(
+        layout.shard(dict(model.named_parameters())), mfx.momentum(), layout=layout
+    )
     assert mfx.summary(sharded).total_nbytes == bytes_in(dict(model.named_parameters()))
 
 

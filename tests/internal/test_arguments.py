@@ -27,7 +27,9 @@ WRONG = {
 
 MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 PARAMS = {"w": torch.zeros(4, 4), "b": torch.zeros(4)}
-TASK = mfx.studies.Task(lambda seed: PARAMS, lambda seed, step: torch.ones(4), lambda params, batch: params["b"].sum())
+TASK = mfx.studies.Task(
+    lambda seed: PARAMS, lambda seed, step: torch.ones(4), lambda params, batch: params["b"].sum()
+)
 TX = mfx.momentum()
 
 REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
@@ -125,7 +127,9 @@ def plain_parameters() -> list[Any]:
                 parameter.VAR_POSITIONAL,
                 parameter.VAR_KEYWORD,
             ):
-                found.append(pytest.param(function, parameter, id=f"{function.__name__}-{parameter.name}"))
+                found.append(
+                    pytest.param(function, parameter, id=f"{function.__name__}-{parameter.name}")
+                )
     return found
 
 
@@ -143,7 +147,9 @@ def test_there_are_many_such_parameters_and_each_function_can_be_called():
 
 
 @pytest.mark.parametrize(("function", "parameter"), plain_parameters())
-def test_an_argument_of_another_plain_type_is_a_type_error_that_names_it(function: Any, parameter: inspect.Parameter):
+def test_an_argument_of_another_plain_type_is_a_type_error_that_names_it(
+    function: Any, parameter: inspect.Parameter
+):
     kinds = kinds_of_one(function, parameter)
     wrong = [value for kind in sorted(kinds & WRONG.keys()) for value in WRONG[kind]]
     for value in wrong:
@@ -173,7 +179,9 @@ def test_a_misspelt_argument_and_one_too_many_are_told_of_with_the_functions_nam
         if len(name) < 5 or inspect.Parameter.VAR_KEYWORD in kinds:
             continue
         misspelt = name[:2] + name[3:]
-        with pytest.raises(TypeError, match=rf"^{function.__name__}: there is no argument '{misspelt}' .*'{name}'"):
+        with pytest.raises(
+            TypeError, match=rf"^{function.__name__}: there is no argument '{misspelt}' .*'{name}'"
+        ):
             function(**{misspelt: 1.0})
     if inspect.Parameter.VAR_POSITIONAL not in kinds:
         with pytest.raises(TypeError, match=f"^{function.__name__}: too many positional arguments"):
@@ -195,7 +203,9 @@ def test_a_number_of_the_state_may_start_at_infinity_and_not_at_nan():
         mfx.Number(float("nan"))
 
 
-@pytest.mark.parametrize("donate", ["yes", "", 1, None, torch.tensor(True), (True, False), mfx.Donation("yes", True)])
+@pytest.mark.parametrize(
+    "donate", ["yes", "", 1, None, torch.tensor(True), (True, False), mfx.Donation("yes", True)]
+)
 def test_donate_is_a_bool_or_a_donation(donate: Any):
     tx = mfx.chain(mfx.momentum())
     state = tx.init(PARAMS)
@@ -217,15 +227,21 @@ NUMBERS = {"np.float32": np.float32(0.25), "np.int64": np.int64(1), "fraction": 
 @pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
 def test_a_number_of_another_library_is_pythons(number: Any):
     assert mfx.scale(number) == mfx.scale(float(number))
-    assert mfx.adamw(number, weight_decay=number) == mfx.adamw(float(number), weight_decay=float(number))
-    assert repr(mfx.cosine_decay_schedule(number, 10)) == repr(mfx.cosine_decay_schedule(float(number), 10))
+    assert mfx.adamw(number, weight_decay=number) == mfx.adamw(
+        float(number), weight_decay=float(number)
+    )
+    assert repr(mfx.cosine_decay_schedule(number, 10)) == repr(
+        mfx.cosine_decay_schedule(float(number), 10)
+    )
     assert {g["lr"] for g in mfx.Muon(MODEL, lr=number).param_groups} == {float(number)}
     betas = (np.float32(0.5), Fraction(1, 2))
     assert mfx.Muon(MODEL, betas=betas).tx == mfx.Muon(MODEL, betas=(0.5, 0.5)).tx
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
-def test_a_recipe_takes_a_tensor_of_one_element_for_a_number_and_sees_it_change(shape: tuple[int, ...]):
+def test_a_recipe_takes_a_tensor_of_one_element_for_a_number_and_sees_it_change(
+    shape: tuple[int, ...],
+):
     rate = torch.full(shape, 0.5)
     tx = mfx.adamw(rate)
     assert tx == mfx.adamw(torch.tensor(0.5))
@@ -233,55 +249,91 @@ def test_a_recipe_takes_a_tensor_of_one_element_for_a_number_and_sees_it_change(
     rate.mul_(2.0)  # as with a tensor learning rate of torch.optim
     wanted = mfx.adamw(torch.tensor(1.0)).update(PARAMS, state, PARAMS)[0]
     assert torch.equal(tx.update(PARAMS, state, PARAMS)[0]["w"], wanted["w"])
-    assert {float(g["lr"]) for g in mfx.Muon(MODEL, lr=torch.full(shape, 0.5)).param_groups} == {0.5}
+    assert {float(g["lr"]) for g in mfx.Muon(MODEL, lr=torch.full(shape, 0.5)).param_groups} == {
+        0.5
+    }
 
 
 BATCHES = {
     "recipe": lambda x: mfx.adamw(x),
     "optimizer": lambda x: mfx.Muon(MODEL, lr=x),
     "transform": lambda x: mfx.scale(x).update(PARAMS, mfx.core.EmptyState(), PARAMS),
-    "chain": lambda x: (tx := mfx.chain(mfx.scale_by_adam(x))).update(PARAMS, tx.init(PARAMS), PARAMS),
+    "chain": lambda x: (tx := mfx.chain(mfx.scale_by_adam(x))).update(
+        PARAMS, tx.init(PARAMS), PARAMS
+    ),
 }
 
 
 @pytest.mark.parametrize("use", BATCHES.values(), ids=BATCHES)
 def test_a_tensor_of_several_numbers_is_refused_outside_vmap(use: Callable[[Any], Any]):
     # It would be broadcast along the columns of a matrix.
-    with pytest.raises(ValueError, match=r"must be a number or a 0-d tensor, found a tensor of shape \(4,\).*stack"):
+    with pytest.raises(
+        ValueError, match=r"must be a number or a 0-d tensor, found a tensor of shape \(4,\).*stack"
+    ):
         use(torch.full((4,), 0.5))
 
 
 @pytest.mark.parametrize("betas", [0.9, None, "0.9", np.float32(0.9), torch.tensor([0.9, 0.95])])
 def test_betas_that_are_no_pair_are_refused(betas: Any):
-    with pytest.raises(TypeError, match=r"Muon: betas must be a tuple .* such as \(0.9, 0.95\), found"):
+    with pytest.raises(
+        TypeError, match=r"Muon: betas must be a tuple .* such as \(0.9, 0.95\), found"
+    ):
         mfx.Muon(MODEL, betas=betas)
     with pytest.raises(ValueError, match="Muon: betas must be a tuple of AdamW's two decays"):
         mfx.Muon(MODEL, betas=(0.9,))
 
 
 FOREIGN = [
-    (mfx.Muon, "nesterov", r"here: Muon's momentum always looks ahead; muonfx.muon\(nesterov=False\) does not"),
+    (
+        mfx.Muon,
+        "nesterov",
+        r"here: Muon's momentum always looks ahead; muonfx.muon\(nesterov=False\) does not",
+    ),
     (mfx.Muon, "ns_steps", r"here: orthogonalize=muonfx.orthogonalize\(steps=\.\.\.\)"),
-    (mfx.Muon, "ns_coefficients", r"here: orthogonalize=muonfx.orthogonalize\(coefficients=\.\.\.\)"),
+    (
+        mfx.Muon,
+        "ns_coefficients",
+        r"here: orthogonalize=muonfx.orthogonalize\(coefficients=\.\.\.\)",
+    ),
     (
         mfx.Muon,
         "eps",
         r"here: Muon's .* takes none; .* muonfx.muon_with_adamw\(adam=muonfx.scale_by_adam\(eps=1e-8\)\)",
     ),
-    (mfx.Muon, "max_grad_norm", r"here: .*muonfx.chain\(muonfx.clip_by_global_norm\(1.0\), muonfx.Muon.transform.*"),
+    (
+        mfx.Muon,
+        "max_grad_norm",
+        r"here: .*muonfx.chain\(muonfx.clip_by_global_norm\(1.0\), muonfx.Muon.transform.*",
+    ),
     (mfx.Muon, "rules", r"here: labels=lambda model: muonfx.default_labels\(model, rules\)"),
     (mfx.Muon, "adjust_lr_fn", "'lr_scaling'"),
     (mfx.Muon, "mu", "'momentum'"),
-    (mfx.Muon, "distributed_mesh", r"here: leave it out under FSDP2 .*; under DDP, layout=muonfx.sharding.replicated"),
-    (mfx.Muon, "num_heads", r"here: orthogonalize=muonfx.orthogonalize\(view=muonfx.MatrixView\(\.\.\.\)\) .*"),
+    (
+        mfx.Muon,
+        "distributed_mesh",
+        r"here: leave it out under FSDP2 .*; under DDP, layout=muonfx.sharding.replicated",
+    ),
+    (
+        mfx.Muon,
+        "num_heads",
+        r"here: orthogonalize=muonfx.orthogonalize\(view=muonfx.MatrixView\(\.\.\.\)\) .*",
+    ),
     (mfx.qk_clip, "num_heads", "did you mean 'heads'"),
     (mfx.add_decayed_weights, "cautious_wd", "did you mean 'cautious'"),
-    (mfx.Muon, "coefficient_type", r"here: orthogonalize=muonfx.orthogonalize\(coefficients=\.\.\.\)"),
+    (
+        mfx.Muon,
+        "coefficient_type",
+        r"here: orthogonalize=muonfx.orthogonalize\(coefficients=\.\.\.\)",
+    ),
     (mfx.normuon, "muon_beta2", "'neuron_decay'"),
     (mfx.momentum, "bias_correction", "'debias'"),
     (mfx.Muon, "learning_rate", "'lr'"),
     (mfx.Muon, "b1", "'betas'"),
-    (mfx.muon, "pattern", r"here: orthogonalize=muonfx.orthogonalize\(view=muonfx.MatrixView\(pattern=\.\.\.\)\)"),
+    (
+        mfx.muon,
+        "pattern",
+        r"here: orthogonalize=muonfx.orthogonalize\(view=muonfx.MatrixView\(pattern=\.\.\.\)\)",
+    ),
     (mfx.orthogonalize, "ns_steps", "'steps'"),
     (mfx.orthogonalize, "pattern", r"here: view=muonfx.MatrixView\(pattern=\.\.\.\)"),
     (mfx.muon, "momentum", "'decay'"),
@@ -301,16 +353,21 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize(("function", "name", "here"), FOREIGN)
-def test_an_argument_of_torch_or_optax_is_answered_with_the_name_that_is_here(function: Any, name: str, here: str):
+def test_an_argument_of_torch_or_optax_is_answered_with_the_name_that_is_here(
+    function: Any, name: str, here: str
+):
     with pytest.raises(
-        TypeError, match=rf"there is no argument '{name}' \((did you mean )?{here}\??\); {function.__name__} takes"
+        TypeError,
+        match=rf"there is no argument '{name}' \((did you mean )?{here}\??\); {function.__name__} takes",
     ):
         function(**{name: 0.5})
 
 
 @pytest.mark.parametrize("name", NAMES_HERE)
 def test_a_name_of_another_library_is_answered_with_the_code_that_is_here(name: str):
-    with pytest.raises(AttributeError, match=rf"'muonfx' has no attribute '{name}'; here it is ") as caught:
+    with pytest.raises(
+        AttributeError, match=rf"'muonfx' has no attribute '{name}'; here it is "
+    ) as caught:
         getattr(mfx, name)
     code = str(caught.value).partition("here it is ")[2]
     assert eval(code, {"muonfx": mfx, "model": MODEL}) is not None
@@ -318,16 +375,23 @@ def test_a_name_of_another_library_is_answered_with_the_code_that_is_here(name: 
 
 @pytest.mark.parametrize("name", ADVICE_ON_NAMES)
 def test_a_name_of_optax_without_an_equivalent_is_answered_with_the_page_that_shows_it(name: str):
-    with pytest.raises(AttributeError, match=rf"'muonfx' has no attribute '{name}'; write it .*") as caught:
+    with pytest.raises(
+        AttributeError, match=rf"'muonfx' has no attribute '{name}'; write it .*"
+    ) as caught:
         getattr(mfx, name)
-    page = (Path(__file__).parents[2] / "docs" / "concepts" / "transforms.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "transforms.md").read_text(
+        encoding="utf-8"
+    )
     (heading,) = re.findall('"(.*)" of docs/concepts/transforms.md', str(caught.value))
     assert f"## {heading}\n" in page
 
 
 @pytest.mark.parametrize("name", ["adafactor", "prodigy", "shampoo", "soap"])
 def test_a_module_that_is_called_as_an_optimizer_of_optax_names_its_transform(name: str):
-    with pytest.raises(TypeError, match=rf"muonfx.contrib.{name} is a module, .*here it is muonfx.contrib.scale_by_"):
+    with pytest.raises(
+        TypeError,
+        match=rf"muonfx.contrib.{name} is a module, .*here it is muonfx.contrib.scale_by_",
+    ):
         getattr(mfx.contrib, name)(1.0)
 
 

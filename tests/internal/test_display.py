@@ -89,7 +89,9 @@ def test_text_has_a_line_for_each_row_and_nothing_that_moves_a_cursor(table: Tab
 def explained() -> list[object]:
     params = {"up": torch.zeros(64, 16), "down": torch.zeros(16, 64)}
     plan = mfx.sharding.plan_for(mfx.muon(0.1), mfx.sharding.zero(params, 2, partition="flat"))
-    path = mfx.checkpoint.save(tempfile.mkdtemp(), {"<up>": torch.zeros(2)}, step=7, extra={"note": "<b>"})
+    path = mfx.checkpoint.save(
+        tempfile.mkdtemp(), {"<up>": torch.zeros(2)}, step=7, extra={"note": "<b>"}
+    )
     return [
         plan,
         plan.explain(),
@@ -106,7 +108,9 @@ def test_what_explains_itself_says_the_same_words_in_html():
     for value in explained():
         parsed = Parsed(value._repr_html_())  # pyright: ignore
         shown = "".join(parsed.texts).replace(" ", "")
-        for word in re.findall(r"[\w.<>]{3,}", str(value) if not isinstance(value, Mapping) else " ".join(value)):
+        for word in re.findall(
+            r"[\w.<>]{3,}", str(value) if not isinstance(value, Mapping) else " ".join(value)
+        ):
             assert word in shown, f"{type(value).__name__}: {word} is not in the HTML"
         assert "b" not in parsed.tags
         assert "script" not in parsed.tags
@@ -130,7 +134,9 @@ CHAINS = [
     mfx.momentum(0.9),
     mfx.muon_with_adamw(0.02, 1e-3, labels=LABELS),
     mfx.skip_nonfinite(mfx.accumulate(mfx.chain(mfx.momentum(), mfx.momentum(0.5)), 4)),
-    mfx.sharding.sharded(mfx.masked(mfx.momentum(), {"w": True}), mfx.sharding.zero({"w": torch.zeros(2, 2)}, 2)),
+    mfx.sharding.sharded(
+        mfx.masked(mfx.momentum(), {"w": True}), mfx.sharding.zero({"w": torch.zeros(2, 2)}, 2)
+    ),
 ]
 
 

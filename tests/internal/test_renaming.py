@@ -18,5 +18,7 @@ LONG = ["mu/zoo.0.weight", "mu/slow/zoo.1.weight"]
         (["mu/w"], ["mu/a.w", "mu/a.v"], {}),
     ],
 )
-def test_one_prefix_is_found_for_leaves_of_any_path(extra: list[str], missing: list[str], renaming: dict[str, str]):
+def test_one_prefix_is_found_for_leaves_of_any_path(
+    extra: list[str], missing: list[str], renaming: dict[str, str]
+):
     assert prefix_renaming(extra, missing) == renaming

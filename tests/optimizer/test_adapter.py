@@ -25,7 +25,9 @@ from tests import variants
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 4)).to(dtype)
+    return nn.Sequential(
+        nn.Embedding(8, 6), nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 4)
+    ).to(dtype)
 
 
 def net() -> nn.Sequential:
@@ -41,7 +43,9 @@ def set_grads(model: nn.Module, seed: int, skip: tuple[str, ...] = ()) -> None:
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return {
+        name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
 
 
 def params_of(model: nn.Module) -> dict[str, Tensor]:
@@ -61,7 +65,9 @@ def chains(model: nn.Module) -> dict[str, mfx.Transform]:
         "muon": muon,
         "adamw": mfx.adamw(1e-2),
         "lion": mfx.lion(1e-3, weight_decay=0.1),
-        "clipped": mfx.chain(mfx.clip_by_global_norm(0.5), mfx.monitor("grad"), muon, mfx.monitor("step")),
+        "clipped": mfx.chain(
+            mfx.clip_by_global_norm(0.5), mfx.monitor("grad"), muon, mfx.monitor("step")
+        ),
         "skipping": mfx.skip_nonfinite(muon),
         "averaged": mfx.chain(muon, mfx.ema_params(0.9)),
         "accumulated": mfx.accumulate(mfx.adamw(1e-2), every=2),
@@ -75,21 +81,29 @@ def chains(model: nn.Module) -> dict[str, mfx.Transform]:
         "numbers as tensors": mfx.as_tensors(mfx.adamw(1e-2)),
         "in eight bits": mfx.chain(
             mfx.momentum(0.5, dtype=mfx.int8(64, code="dynamic", min_size=0)),
-            mfx.scale_by_adam(mu_dtype=mfx.int8(min_size=0), nu_dtype=mfx.fp8(64, min_size=0, stochastic=True)),
+            mfx.scale_by_adam(
+                mu_dtype=mfx.int8(min_size=0), nu_dtype=mfx.fp8(64, min_size=0, stochastic=True)
+            ),
             mfx.scale(-0.1),
         ),
         "masked": mfx.chain(
-            mfx.scale_by_adam(), mfx.masked(mfx.clip_by_value(0.5), mfx.routing.ndim(1)), mfx.scale(-0.1)
+            mfx.scale_by_adam(),
+            mfx.masked(mfx.clip_by_value(0.5), mfx.routing.ndim(1)),
+            mfx.scale(-0.1),
         ),
     }
 
 
 @pytest.mark.parametrize("name", chains(make_model()))
-@pytest.mark.parametrize(("bucket_bytes", "donate_grads"), [(1, True), (300, False), (300, True), (1 << 28, False)])
+@pytest.mark.parametrize(
+    ("bucket_bytes", "donate_grads"), [(1, True), (300, False), (300, True), (1 << 28, False)]
+)
 def test_steps_are_those_of_the_functional_form(name, bucket_bytes, donate_grads):
     model = make_model()
     tx = chains(model)[name]
-    optimizer = mfx.TransformOptimizer(model, tx, bucket_bytes=bucket_bytes, donate_grads=donate_grads)
+    optimizer = mfx.TransformOptimizer(
+        model, tx, bucket_bytes=bucket_bytes, donate_grads=donate_grads
+    )
     params = params_of(model)
     state = tx.init(params)
     for step in range(5):
@@ -106,13 +120,17 @@ def test_steps_are_those_of_the_functional_form(name, bucket_bytes, donate_grads
     ours = mfx.tree.leaves(optimizer.transform_state)
     for a, b in zip(ours, mfx.tree.leaves(state), strict=True):
         assert a.dtype == b.dtype
-        torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-6)  # codes of eight bits among them
+        torch.testing.assert_close(
+            a.double(), b.double(), rtol=1e-5, atol=1e-6
+        )  # codes of eight bits among them
 
 
 @pytest.mark.parametrize("by", ["hand", "a scheduler"])
 def test_a_rate_in_a_group_that_nothing_reads_is_warned_of_once_and_not_shown(by: str):
     model = nn.Linear(2, 2)
-    optimizer = mfx.TransformOptimizer(model, mfx.adamw(mfx.warmup_cosine_decay_schedule(0.1, 2, 10)))
+    optimizer = mfx.TransformOptimizer(
+        model, mfx.adamw(mfx.warmup_cosine_decay_schedule(0.1, 2, 10))
+    )
     assert optimizer.groups_without_rate == (0,)
     assert "\nlr " not in str(mfx.describe(optimizer))
     model(torch.ones(2)).sum().backward()
@@ -122,7 +140,8 @@ def test_a_rate_in_a_group_that_nothing_reads_is_warned_of_once_and_not_shown(by
     else:
         torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
     with pytest.warns(
-        UserWarning, match=r"param_groups\[0\]: 'lr' is [50]\.0, .* scheduler of torch, .* has no effect"
+        UserWarning,
+        match=r"param_groups\[0\]: 'lr' is [50]\.0, .* scheduler of torch, .* has no effect",
     ) as caught:
         optimizer.step()
     assert by != "hand" or caught[0].filename == __file__  # a scheduler wraps the step once more
@@ -133,10 +152,14 @@ def test_a_rate_in_a_group_that_nothing_reads_is_warned_of_once_and_not_shown(by
 
 def test_an_update_of_another_shape_is_an_error_and_not_broadcast():
     model = nn.Linear(2, 2)
-    optimizer = mfx.TransformOptimizer(model, mfx.stateless(lambda u, params: mfx.tree.map(torch.sum, u)))
+    optimizer = mfx.TransformOptimizer(
+        model, mfx.stateless(lambda u, params: mfx.tree.map(torch.sum, u))
+    )
     model(torch.ones(2)).sum().backward()
     before = [param.detach().clone() for param in model.parameters()]
-    with pytest.raises(ValueError, match=r"updates: 'bias' has shape \(\), its parameter has \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"updates: 'bias' has shape \(\), its parameter has \(2,\)"
+    ):
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -145,7 +168,13 @@ def test_a_groups_rate_scales_its_own_updates_only():
     models = make_model(), make_model()
     numbers = {"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.01, "weight_decay": 0.5}
     ours, theirs = (
-        [{"params": [(n, p) for n, p in m.named_parameters() if (p.ndim > 1) == at], **numbers[at]} for at in (0, 1)]
+        [
+            {
+                "params": [(n, p) for n, p in m.named_parameters() if (p.ndim > 1) == at],
+                **numbers[at],
+            }
+            for at in (0, 1)
+        ]
         for m in models
     )
     optimizer, reference = mfx.TransformOptimizer(ours, mfx.adamw(1.0)), torch.optim.AdamW(theirs)
@@ -182,16 +211,29 @@ def test_a_group_that_mixes_labels_is_split_so_that_each_part_has_its_rate():
 @pytest.mark.parametrize(
     ("tx", "key", "extras"),
     [
-        (mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)), "clip_by_global_norm.max_norm", {}),
-        (mfx.chain(mfx.contrib.reduce_on_plateau(0.5), mfx.scale(-0.1)), "reduce_on_plateau.factor", {"value": 1.0}),
+        (
+            mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)),
+            "clip_by_global_norm.max_norm",
+            {},
+        ),
+        (
+            mfx.chain(mfx.contrib.reduce_on_plateau(0.5), mfx.scale(-0.1)),
+            "reduce_on_plateau.factor",
+            {"value": 1.0},
+        ),
         (mfx.contrib.schedule_free(mfx.scale(-0.1), 0.1), "b1", {}),
     ],
     ids=["sum", "number", "wrapper"],
 )
-def test_groups_that_disagree_about_a_tree_wide_argument_are_an_error_and_change_nothing(tx, key, extras):
+def test_groups_that_disagree_about_a_tree_wide_argument_are_an_error_and_change_nothing(
+    tx, key, extras
+):
     model = make_model()
     optimizer = mfx.TransformOptimizer(
-        [{"params": model[1].named_parameters()}, {"params": [("w", model[3].weight), ("b", model[3].bias)]}],
+        [
+            {"params": model[1].named_parameters()},
+            {"params": [("w", model[3].weight), ("b", model[3].bias)]},
+        ],
         tx,
     )
     optimizer.param_groups[0][key] = 0.25
@@ -217,9 +259,14 @@ def test_extras_reach_the_transform():
     optimizer.step(value=3.0)
     torch.testing.assert_close(model.weight.detach(), before - 3.0 * grad)
     after = model.weight.detach().clone()
-    with pytest.raises(TypeError, match=r"argument vlaue= \(did you mean 'value'\?\), expected only value="):
+    with pytest.raises(
+        TypeError, match=r"argument vlaue= \(did you mean 'value'\?\), expected only value="
+    ):
         optimizer.step(value=3.0, vlaue=2.0)
-    with pytest.raises(TypeError, match=r"the extra argument value= is missing: .* optimizer\.step\(value=\.\.\.\)$"):
+    with pytest.raises(
+        TypeError,
+        match=r"the extra argument value= is missing: .* optimizer\.step\(value=\.\.\.\)$",
+    ):
         optimizer.step()
     assert torch.equal(model.weight, after)
 
@@ -262,14 +309,21 @@ def test_a_state_that_does_not_fit_is_refused_whole():
     optimizer.step()
     kept = copy.deepcopy(optimizer.state_dict())
     other = mfx.TransformOptimizer(model, mfx.scale_by_adam()).state_dict()
-    with pytest.raises(ValueError, match=r"nothing was loaded: .*'0\.weight' has an unexpected 'mu'.*has no 'trace'"):
+    with pytest.raises(
+        ValueError,
+        match=r"nothing was loaded: .*'0\.weight' has an unexpected 'mu'.*has no 'trace'",
+    ):
         optimizer.load_state_dict(other)
     damaged = copy.deepcopy(kept)
     damaged["state"][0]["trace"] = kept["state"][0]["trace"].double()
-    with pytest.raises(ValueError, match=r"nothing was loaded: .* would narrow from torch.float64 to torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"nothing was loaded: .* would narrow from torch.float64 to torch.float32"
+    ):
         optimizer.load_state_dict(damaged)
     damaged["state"][0]["trace"] = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"a tensor of shape \(3,\), expected a tensor of shape \(8, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"a tensor of shape \(3,\), expected a tensor of shape \(8, 6\)"
+    ):
         optimizer.load_state_dict(damaged)
     damaged = copy.deepcopy(kept)
     damaged["param_groups"][0]["param_names"][1] = "other"
@@ -278,7 +332,10 @@ def test_a_state_that_does_not_fit_is_refused_whole():
     del damaged["param_groups"][0]["param_names"], damaged["param_groups"][0]["params"][0]
     with pytest.raises(ValueError, match="the state dict has no 'param_names'"):
         optimizer.load_state_dict(damaged)
-    with pytest.raises(ValueError, match=r"expected a state dict with 'state' and 'param_groups', found the keys \[\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected a state dict with 'state' and 'param_groups', found the keys \[\]",
+    ):
         optimizer.load_state_dict({})
     for index, leaves in optimizer.state_dict()["state"].items():
         assert_equal(leaves, kept["state"][index])
@@ -288,10 +345,22 @@ def test_a_state_that_does_not_fit_is_refused_whole():
     ("key", "value", "message"),
     [
         ("state", None, "'state' of the state dict is of type NoneType, expected a dict"),
-        ("state", {0: None}, "item 0 of 'state' of the state dict is of type NoneType, expected a dict"),
-        ("param_groups", {"lr": 0.1}, "'param_groups' of the state dict is of type dict, expected a list of dicts"),
+        (
+            "state",
+            {0: None},
+            "item 0 of 'state' of the state dict is of type NoneType, expected a dict",
+        ),
+        (
+            "param_groups",
+            {"lr": 0.1},
+            "'param_groups' of the state dict is of type dict, expected a list of dicts",
+        ),
         ("param_groups", [None], "group 0 of the state dict is of type NoneType, expected a dict"),
-        ("param_groups", [{"lr": 0.1}], "'params' of group 0 of the state dict is of type NoneType, expected a list"),
+        (
+            "param_groups",
+            [{"lr": 0.1}],
+            "'params' of group 0 of the state dict is of type NoneType, expected a list",
+        ),
     ],
 )
 def test_a_state_dict_of_other_types_is_refused(key: str, value: object, message: str):
@@ -300,7 +369,9 @@ def test_a_state_dict_of_other_types_is_refused(key: str, value: object, message
         optimizer.load_state_dict({**optimizer.state_dict(), key: value})
 
 
-@pytest.mark.parametrize("how", [None, {}, {"full_state_dict": True}, {"flatten_optimizer_state_dict": True}], ids=str)
+@pytest.mark.parametrize(
+    "how", [None, {}, {"full_state_dict": True}, {"flatten_optimizer_state_dict": True}], ids=str
+)
 def test_a_state_is_loaded_by_name_whatever_the_order_of_parameters(how: dict[str, bool] | None):
     """``torch.distributed.checkpoint.state_dict`` lists parameters by path, in the order of the loading optimizer."""
     (model, optimizer), (other, resumed) = trained(2), trained(1, is_reversed=True)
@@ -313,7 +384,9 @@ def test_a_state_is_loaded_by_name_whatever_the_order_of_parameters(how: dict[st
     for param, like in zip(other.parameters(), model.parameters(), strict=True):
         assert_equal(resumed.state[param], optimizer.state[like])
     with pytest.raises(ValueError, match=r"'1\.weight' has no 'muon.momentum.trace'"):
-        resumed.load_state_dict({**(state := optimizer.state_dict()), "state": {**state["state"], 0: {}}})
+        resumed.load_state_dict(
+            {**(state := optimizer.state_dict()), "state": {**state["state"], 0: {}}}
+        )
 
 
 def trained(steps: int, *, is_reversed: bool = False) -> tuple[nn.Module, mfx.Muon]:
@@ -332,7 +405,8 @@ def test_another_order_is_refused_if_names_and_paths_have_nothing_in_common():
     optimizer, other = (mfx.TransformOptimizer(pairs[::order], mfx.adamw(0.1)) for order in (1, -1))
     saved = get_optimizer_state_dict(part, optimizer)
     with pytest.raises(
-        ValueError, match=r"paths such as '(weight|bias)', and the optimizer has names such as 'x\..*another order"
+        ValueError,
+        match=r"paths such as '(weight|bias)', and the optimizer has names such as 'x\..*another order",
     ):
         set_optimizer_state_dict(part, other, saved)
     set_optimizer_state_dict(part, optimizer, saved)
@@ -388,16 +462,21 @@ def test_a_compiled_step_is_the_eager_step(form):
 
 
 def _matrices_to_muon(model: nn.Module) -> mfx.Muon:
-    labels = {name: "muon" if param.ndim > 1 else "adamw" for name, param in model.named_parameters()}
+    labels = {
+        name: "muon" if param.ndim > 1 else "adamw" for name, param in model.named_parameters()
+    }
     return mfx.Muon(model, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
 
 
 COMPILED: dict[str, Any] = {
     "one group": lambda model: mfx.TransformOptimizer(model, mfx.adamw(1e-2)),
     "two groups": _matrices_to_muon,
-    "in an accumulate": lambda model: mfx.TransformOptimizer(model, mfx.accumulate(mfx.adamw(1e-2), 2)),
+    "in an accumulate": lambda model: mfx.TransformOptimizer(
+        model, mfx.accumulate(mfx.adamw(1e-2), 2)
+    ),
     "beside a schedule": lambda model: mfx.TransformOptimizer(
-        model, mfx.chain(mfx.momentum(mfx.linear_schedule(0.5, 0.9, 5)), mfx.scale_by_learning_rate(1e-2))
+        model,
+        mfx.chain(mfx.momentum(mfx.linear_schedule(0.5, 0.9, 5)), mfx.scale_by_learning_rate(1e-2)),
     ),
 }
 
@@ -407,7 +486,10 @@ COMPILED: dict[str, Any] = {
     ("name", "changed_by"),
     [
         *[(name, "hand") for name in COMPILED],
-        ("one group", "a scheduler"),  # a scheduler and `dynamic` meet each kind of state once: a case takes 20 to 40 s
+        (
+            "one group",
+            "a scheduler",
+        ),  # a scheduler and `dynamic` meet each kind of state once: a case takes 20 to 40 s
         ("two groups", "hand, dynamic"),
         pytest.param("in an accumulate", "a scheduler", marks=pytest.mark.deep),
         pytest.param("beside a schedule", "hand, dynamic", marks=pytest.mark.deep),
@@ -428,7 +510,9 @@ def test_a_compiled_step_follows_a_rate_that_changes_at_every_step(name: str, ch
             step = torch.compile(optimizer.step, backend=graphs)
         elif is_compiled:
             options = {"dynamic": True} if "dynamic" in changed_by else {}
-            step = torch.compile(lambda o=optimizer: o.step(), fullgraph=True, backend=graphs, **options)
+            step = torch.compile(
+                lambda o=optimizer: o.step(), fullgraph=True, backend=graphs, **options
+            )
         for number in range(9):
             set_grads(model, number)
             if is_compiled:
@@ -457,7 +541,9 @@ def test_a_compiled_step_whose_graph_breaks_follows_groups_with_other_rates_and_
             {"params": list(model[layer].named_parameters(prefix=str(layer))), "lr": rate}
             for layer, rate in ((0, 0.1), (1, 0.2))
         ]
-        tx = mfx.chain(mfx.scale_by_adam(), mfx.add_decayed_weights(0.1), mfx.scale_by_learning_rate(0.1))
+        tx = mfx.chain(
+            mfx.scale_by_adam(), mfx.add_decayed_weights(0.1), mfx.scale_by_learning_rate(0.1)
+        )
         optimizer = mfx.TransformOptimizer(groups, tx)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         step = optimizer.step
@@ -504,15 +590,25 @@ def test_bad_parameters_and_groups_are_named():
     with pytest.raises(TypeError, match=r"tx must be a muonfx\.Transform"):
         mfx.TransformOptimizer(model, mfx.adamw)
     with pytest.raises(ValueError, match=r"two parameters are named '1\.weight'"):
-        mfx.Muon(itertools.chain(model.named_parameters(), [("1.weight", nn.Parameter(torch.zeros(2, 2)))]))
+        mfx.Muon(
+            itertools.chain(
+                model.named_parameters(), [("1.weight", nn.Parameter(torch.zeros(2, 2)))]
+            )
+        )
     param = nn.Parameter(torch.zeros(3, 3))
     with pytest.raises(ValueError, match="'x' and 'y' are one tensor"):
         mfx.Muon({"x": param, "y": param})
-    with pytest.raises(TypeError, match=r"'z' must be dense and real floating point .* found torch\.complex64"):
+    with pytest.raises(
+        TypeError, match=r"'z' must be dense and real floating point .* found torch\.complex64"
+    ):
         mfx.TransformOptimizer({"z": torch.zeros(2, dtype=torch.complex64)}, mfx.adamw())
-    with pytest.raises(TypeError, match=r"'s' must be dense .* found torch\.float32, torch\.sparse_coo"):
+    with pytest.raises(
+        TypeError, match=r"'s' must be dense .* found torch\.float32, torch\.sparse_coo"
+    ):
         mfx.TransformOptimizer({"s": nn.Parameter(torch.eye(3).to_sparse())}, mfx.adamw())
-    with pytest.raises(TypeError, match=r"'params' must be a tensor, found list: give a group in a list"):
+    with pytest.raises(
+        TypeError, match=r"'params' must be a tensor, found list: give a group in a list"
+    ):
         mfx.Muon({"params": list(model.named_parameters()), "lr": 0.1})
     with pytest.raises(TypeError, match="'layer' must be a tensor, found dict"):
         mfx.Muon({"layer": {"weight": param}})
@@ -521,14 +617,17 @@ def test_bad_parameters_and_groups_are_named():
 def test_adding_a_group_is_all_or_nothing():
     model = make_model()
     optimizer = mfx.Muon(
-        [("1.weight", model[1].weight), ("1.bias", model[1].bias)], labels=mfx.routing.default_labels_by_name
+        [("1.weight", model[1].weight), ("1.bias", model[1].bias)],
+        labels=mfx.routing.default_labels_by_name,
     )
     with pytest.raises(ValueError, match=r"'lr' in a group must be at least 0"):
         optimizer.add_param_group({"params": [("3.weight", model[3].weight)], "lr": -1.0})
     with pytest.raises(ValueError, match=r"two parameters are named '1\.weight'"):
         optimizer.add_param_group({"params": [("1.weight", model[3].weight)]})
     assert [group["param_names"] for group in optimizer.param_groups] == [["1.weight"], ["1.bias"]]
-    optimizer.add_param_group({"params": [("3.weight", model[3].weight), ("3.bias", model[3].bias)]})
+    optimizer.add_param_group(
+        {"params": [("3.weight", model[3].weight), ("3.bias", model[3].bias)]}
+    )
     assert [group["label"] for group in optimizer.param_groups] == ["muon", "adamw", "muon+adamw"]
     set_grads(model, 0)
     before = params_of(model)
@@ -546,7 +645,9 @@ def test_no_parameters_is_an_error_and_an_empty_group_is_none():
     with pytest.raises(ValueError, match="found no parameters"):
         mfx.Muon(nn.ReLU())
     model = make_model()
-    optimizer = mfx.TransformOptimizer([{"params": [], "lr": 0.5}, {"params": model}], mfx.adamw(1e-3))
+    optimizer = mfx.TransformOptimizer(
+        [{"params": [], "lr": 0.5}, {"params": model}], mfx.adamw(1e-3)
+    )
     assert [len(group["params"]) for group in optimizer.param_groups] == [0, 7]
     set_grads(model, 0)
     optimizer.step()
@@ -578,11 +679,15 @@ def test_frozen_models_and_missing_gradients_do_nothing(given: Any):
     model = make_model()
     optimizer = mfx.TransformOptimizer(given(model), mfx.adamw(0.1))
     before = params_of(model)
-    with pytest.warns(UserWarning, match="found no gradient on any of 7 parameters and changes none of them"):
+    with pytest.warns(
+        UserWarning, match="found no gradient on any of 7 parameters and changes none of them"
+    ):
         optimizer.step()
     optimizer.step()  # it is said once
     assert_equal(params_of(model), before)
-    assert optimizer.transform_state["scale_by_adam"].count == 2  # one count for all parameters: decision 0015
+    assert (
+        optimizer.transform_state["scale_by_adam"].count == 2
+    )  # one count for all parameters: decision 0015
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         frozen = mfx.Muon(model.requires_grad_(False))
@@ -601,12 +706,18 @@ def test_metrics_of_an_optimizer_are_those_of_its_state():
     optimizer = mfx.TransformOptimizer({"w": param}, tx)
     param.grad = torch.tensor([3.0, 4.0])
     optimizer.step()
-    assert mfx.metrics(optimizer) == mfx.metrics(optimizer.transform_state) == {"grad/norm": torch.tensor(5.0)}
+    assert (
+        mfx.metrics(optimizer)
+        == mfx.metrics(optimizer.transform_state)
+        == {"grad/norm": torch.tensor(5.0)}
+    )
 
 
 def test_a_stack_of_transforms_is_refused_since_an_optimizer_trains_one_model():
     stacked = mfx.stack([mfx.adamw(1e-3), mfx.adamw(1e-2)])
-    with pytest.raises(ValueError, match=r"tx: scale_by_adam: b1 must be .*shape \(2,\).*one model"):
+    with pytest.raises(
+        ValueError, match=r"tx: scale_by_adam: b1 must be .*shape \(2,\).*one model"
+    ):
         mfx.TransformOptimizer(torch.nn.Linear(2, 2), stacked)
 
 
@@ -616,7 +727,9 @@ def test_a_schedule_may_have_a_tensor_with_a_value_for_each_step():
         return lambda count: rates[count.long().clamp(max=2)]
 
     for before_rate in ([], [mfx.add_decayed_weights(0.0)]):
-        tx = mfx.chain(*before_rate, mfx.scale_by_learning_rate(from_table(torch.tensor([1.0, 2.0, 4.0]))))
+        tx = mfx.chain(
+            *before_rate, mfx.scale_by_learning_rate(from_table(torch.tensor([1.0, 2.0, 4.0])))
+        )
         param = nn.Parameter(torch.zeros(1))
         optimizer = mfx.TransformOptimizer({"w": param}, tx)
         for expected in (-1.0, -3.0, -7.0):
@@ -635,8 +748,12 @@ def test_a_transform_state_is_loaded_from_other_dicts_and_refused_by_name():
     assert optimizer.state[model.bias]["scale_by_adam.mu"].tolist() == [7.0, 7.0]
     wrong_states = {
         r"'scale_by_adam\.mu\.weight' has shape \(2, 3\)": tx.init(nn.Linear(3, 2).state_dict()),
-        r"missing 'scale_by_adam\.count'.*unexpected 'trace\.": mfx.momentum().init(model.state_dict()),
-        r"'scale_by_adam\.count' must be a tensor, found float": mfx.tree.map(lambda leaf: 0.0, state),
+        r"missing 'scale_by_adam\.count'.*unexpected 'trace\.": mfx.momentum().init(
+            model.state_dict()
+        ),
+        r"'scale_by_adam\.count' must be a tensor, found float": mfx.tree.map(
+            lambda leaf: 0.0, state
+        ),
     }
     for message, wrong_state in wrong_states.items():
         with pytest.raises((ValueError, TypeError), match=message):
@@ -651,7 +768,9 @@ def test_state_on_the_meta_device_is_refused_before_any_change(how: str):
     saved = copy.deepcopy(optimizer.state_dict())
     state = mfx.tree.map(torch.clone, optimizer.transform_state)
     last_index = max(saved["state"])
-    saved["state"][last_index]["scale_by_adam.nu"] = saved["state"][last_index]["scale_by_adam.nu"].to("meta")
+    saved["state"][last_index]["scale_by_adam.nu"] = saved["state"][last_index][
+        "scale_by_adam.nu"
+    ].to("meta")
     state["scale_by_adam"].nu["bias"] = state["scale_by_adam"].nu["bias"].to("meta")
     optimizer.state[model.weight]["scale_by_adam.mu"].fill_(7.0)
     load = partial(optimizer.load_state_dict, saved)

@@ -42,7 +42,9 @@ def backward(model: nn.Module) -> None:
 
 
 def assigned(model: nn.Module) -> nn.Module:
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: value.clone() for name, value in model.state_dict().items()}, assign=True
+    )
     return model
 
 
@@ -88,7 +90,12 @@ def exchanged(model: nn.Module) -> nn.Module:
     return model
 
 
-CHANGES = {"assigned": assigned, "one replaced": one_replaced, "exchanged": exchanged, "none": lambda model: model}
+CHANGES = {
+    "assigned": assigned,
+    "one replaced": one_replaced,
+    "exchanged": exchanged,
+    "none": lambda model: model,
+}
 PUT = {"by the model": False, "into the groups too, as engines do": True}
 CLEARED = {
     "by the optimizer": lambda model, optimizer: optimizer.zero_grad(),
@@ -120,7 +127,9 @@ def test_whatever_a_model_puts_in_a_parameters_place_is_trained_with_its_state(
 ):
     def net() -> nn.Sequential:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+        return nn.Sequential(
+            nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)
+        )
 
     model, twin = net(), net()
     optimizer, other = _given(model, how), mfx.Muon(twin)
@@ -139,7 +148,10 @@ def test_whatever_a_model_puts_in_a_parameters_place_is_trained_with_its_state(
     assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
     for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(param, wanted)
-        assert all(torch.equal(optimizer.state[param][key], leaf) for key, leaf in other.state[wanted].items())
+        assert all(
+            torch.equal(optimizer.state[param][key], leaf)
+            for key, leaf in other.state[wanted].items()
+        )
 
 
 def test_a_step_on_gradients_of_tensors_that_the_model_has_no_more_is_an_error():
@@ -150,7 +162,8 @@ def test_a_step_on_gradients_of_tensors_that_the_model_has_no_more_is_an_error()
     before = optimizer.transform_state["muon"]["momentum"].trace["0.weight"].clone()
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=r"'0\.weight' of the model was replaced between backward\(\) and step\(\)"
+            ValueError,
+            match=r"'0\.weight' of the model was replaced between backward\(\) and step\(\)",
         ):
             optimizer.step()
     assert torch.equal(optimizer.transform_state["muon"]["momentum"].trace["0.weight"], before)
@@ -184,7 +197,9 @@ def test_an_engine_may_wrap_a_layer_and_put_its_new_parameters_into_the_groups()
 def test_copies_that_somebody_trains_in_the_place_of_parameters_stay(how: str):
     """As an engine does that steps on fp32 masters of a bf16 model."""
     model = made()
-    copies = {name: nn.Parameter(param.detach().clone()) for name, param in model.named_parameters()}
+    copies = {
+        name: nn.Parameter(param.detach().clone()) for name, param in model.named_parameters()
+    }
     optimizer = mfx.Muon(model) if "groups" in how else mfx.Muon(list(copies.items()), model=model)
     for group in optimizer.param_groups:
         group["params"] = [copies[name] for name in group["param_names"]]
@@ -194,7 +209,9 @@ def test_copies_that_somebody_trains_in_the_place_of_parameters_stay(how: str):
         optimizer.step()
         optimizer.state_dict()
     assert all(
-        one is copies[n] for g in optimizer.param_groups for n, one in zip(g["param_names"], g["params"], strict=True)
+        one is copies[n]
+        for g in optimizer.param_groups
+        for n, one in zip(g["param_names"], g["params"], strict=True)
     )
 
 
@@ -207,7 +224,9 @@ def test_a_number_that_a_scheduler_wrote_stays_when_groups_change(then: str):
     if then == "replaced":
         assigned(model)
     else:
-        optimizer.add_param_group({"params": [(f"late.{n}", p) for n, p in late.named_parameters()]})
+        optimizer.add_param_group(
+            {"params": [(f"late.{n}", p) for n, p in late.named_parameters()]}
+        )
     backward(model)
     optimizer.step()
     assert [group["momentum"] for group in optimizer.param_groups][:2] == momentum
@@ -216,7 +235,9 @@ def test_a_number_that_a_scheduler_wrote_stays_when_groups_change(then: str):
 
 def test_the_models_of_groups_are_told_apart_and_one_that_only_lent_its_parameters_need_not_live():
     first, second = made(), made()
-    optimizer = mfx.Muon([{"params": first}, {"params": [(f"b.{n}", p) for n, p in second.named_parameters()]}])
+    optimizer = mfx.Muon(
+        [{"params": first}, {"params": [(f"b.{n}", p) for n, p in second.named_parameters()]}]
+    )
     held = mfx.Muon(nn.ModuleDict({"a": first, "b": second}))  # a container that is gone at once
     assigned(first)
     assigned(second)
@@ -250,12 +271,16 @@ def test_a_state_that_was_written_after_parameters_were_replaced_stays():
     backward(model)
     wanted = (0.95 * 7.0 + (1 - 0.95) * model[0].weight.grad).clone()
     optimizer.step()
-    torch.testing.assert_close(optimizer.transform_state["muon"]["momentum"].trace["0.weight"], wanted)
+    torch.testing.assert_close(
+        optimizer.transform_state["muon"]["momentum"].trace["0.weight"], wanted
+    )
 
 
 def test_a_compiled_step_finds_what_was_replaced_before_gradients_were_cleared():
     model = made()
-    optimizer = mfx.TransformOptimizer(model, mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1)))
+    optimizer = mfx.TransformOptimizer(
+        model, mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
+    )
     step = torch.compile(lambda: optimizer.step(), backend="eager")
     for change in (None, assigned):
         if change is not None:
@@ -264,7 +289,10 @@ def test_a_compiled_step_finds_what_was_replaced_before_gradients_were_cleared()
         optimizer.zero_grad()
         backward(model)
         step()
-        assert all(not torch.equal(param, was) for param, was in zip(model.parameters(), before, strict=True))
+        assert all(
+            not torch.equal(param, was)
+            for param, was in zip(model.parameters(), before, strict=True)
+        )
 
 
 def cut(model: nn.Module) -> None:
@@ -282,16 +310,26 @@ def test_a_parameter_of_another_shape_is_an_error_at_each_step_and_changes_nothi
     change(model)
     groups = [list(group["params"]) for group in optimizer.param_groups]
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"'0\.weight' has shape \(3, 4\), expected \(6, 4\), as at construction"):
+        with pytest.raises(
+            ValueError,
+            match=r"'0\.weight' has shape \(3, 4\), expected \(6, 4\), as at construction",
+        ):
             optimizer.step()
         now = [group["params"] for group in optimizer.param_groups]
-        assert all(a is b for old, new in zip(groups, now, strict=True) for a, b in zip(old, new, strict=True))
+        assert all(
+            a is b
+            for old, new in zip(groups, now, strict=True)
+            for a, b in zip(old, new, strict=True)
+        )
 
 
 @pytest.mark.parametrize(
     ("change", "stranger"),
     [
-        (lambda model: parametrizations.weight_norm(model[0]), "0.parametrizations.weight.original0"),
+        (
+            lambda model: parametrizations.weight_norm(model[0]),
+            "0.parametrizations.weight.original0",
+        ),
         (lambda model: model.append(nn.Linear(4, 4)), "3.weight"),
         (lambda model: model.__setitem__(0, LoRA(model[0])), "0.down"),
     ],
@@ -313,7 +351,8 @@ def test_a_lora_model_of_which_nothing_of_old_is_trained_is_an_error():
     model[0], model[2] = LoRA(model[0]), LoRA(model[2])
     backward(model)
     with pytest.raises(
-        ValueError, match=r"none of the 4 parameters has a gradient, but '0\.down' of the model has one"
+        ValueError,
+        match=r"none of the 4 parameters has a gradient, but '0\.down' of the model has one",
     ):
         optimizer.step()
 
@@ -328,7 +367,9 @@ def test_a_model_may_be_converted_in_place_and_the_state_keeps_its_dtypes(dtype)
     kept = {key: leaf.dtype for key, leaf in optimizer.state[model[0].weight].items()}
     backward(model)
     optimizer.step()
-    assert all(not torch.equal(param, was) for param, was in zip(model.parameters(), before, strict=True))
+    assert all(
+        not torch.equal(param, was) for param, was in zip(model.parameters(), before, strict=True)
+    )
     assert {key: leaf.dtype for key, leaf in optimizer.state[model[0].weight].items()} == kept
 
 
@@ -385,7 +426,9 @@ def test_the_state_follows_a_model_that_has_moved():
     optimizer.step()
     bound, param = optimizer._parameters.tracked, model[2].weight
     trace = optimizer.state[param]["muon.momentum.trace"].clone()
-    bound["2.weight"] = bound["2.weight"]._replace(device=torch.device("cuda"))  # there is one device here
+    bound["2.weight"] = bound["2.weight"]._replace(
+        device=torch.device("cuda")
+    )  # there is one device here
     assert torch.equal(trace, optimizer.state_dict()["state"][1]["muon.momentum.trace"])
     assert bound["2.weight"].device == param.device
     optimizer.step()
@@ -401,7 +444,9 @@ def _on_meta() -> nn.Sequential:
 def test_parameters_on_the_meta_device_are_found_once_they_are_real(how):
     model, twin = _on_meta(), made()
     optimizer = _given(model, how)
-    with pytest.raises(ValueError, match=r"'0\.weight' is on the meta device, as are 4 of 4 parameters: .*to_empty"):
+    with pytest.raises(
+        ValueError, match=r"'0\.weight' is on the meta device, as are 4 of 4 parameters: .*to_empty"
+    ):
         optimizer.step()
     with pytest.raises(ValueError, match="on the meta device"):
         optimizer.load_state_dict(mfx.Muon(twin).state_dict())
@@ -420,7 +465,9 @@ def test_parameters_on_the_meta_device_are_found_once_they_are_real(how):
 
 def test_some_parameters_on_the_meta_device_are_refused():
     model = _on_meta()
-    with pytest.raises(ValueError, match=r"'meta\.weight' is on the meta device, as are 1 of 2 parameters"):
+    with pytest.raises(
+        ValueError, match=r"'meta\.weight' is on the meta device, as are 1 of 2 parameters"
+    ):
         mfx.Muon({"meta.weight": model[0].weight, "real.weight": made()[0].weight})
     optimizer = mfx.Muon(made())
     with pytest.raises(ValueError, match="'late' is on the meta device"):
@@ -432,14 +479,27 @@ def test_a_model_of_which_nothing_goes_to_muon_is_warned_of():
     with pytest.warns(UserWarning, match="found no parameter with the label 'muon'"):
         mfx.Muon(nn.LayerNorm(4))
     with pytest.warns(
-        UserWarning, match=r"AdamW trains 1 of 1 parameters.*all have fewer than two dims: .*fully_shard"
+        UserWarning,
+        match=r"AdamW trains 1 of 1 parameters.*all have fewer than two dims: .*fully_shard",
     ):
         mfx.Muon({"piece": nn.Parameter(torch.zeros(12))})
     backbone = nn.Sequential(made().requires_grad_(False), nn.Linear(4, 2))
-    with pytest.warns(UserWarning, match=r"dims are frozen, such as '0\..*if add_param_group adds them later"):
-        mfx.Muon(backbone, labels=lambda model: mfx.default_labels(model, [(mfx.routing.path("1.weight"), "adamw")]))
-    factors = {"lora_A": nn.Parameter(torch.zeros(2, 4)), "base": nn.Parameter(torch.zeros(4, 4), False)}
-    with pytest.warns(UserWarning, match=r"use torch\.optim\.AdamW.*'lora_A' is 'adamw'"):  # the advice first
+    with pytest.warns(
+        UserWarning, match=r"dims are frozen, such as '0\..*if add_param_group adds them later"
+    ):
+        mfx.Muon(
+            backbone,
+            labels=lambda model: mfx.default_labels(
+                model, [(mfx.routing.path("1.weight"), "adamw")]
+            ),
+        )
+    factors = {
+        "lora_A": nn.Parameter(torch.zeros(2, 4)),
+        "base": nn.Parameter(torch.zeros(4, 4), False),
+    }
+    with pytest.warns(
+        UserWarning, match=r"use torch\.optim\.AdamW.*'lora_A' is 'adamw'"
+    ):  # the advice first
         mfx.Muon(factors, labels={"lora_A": "adamw", "base": None})
     adapted = nn.Sequential(made().requires_grad_(False), LoRA(nn.Linear(4, 4)))
     rules = [(mfx.routing.path("1.down"), "adamw"), (mfx.routing.path("1.up"), "adamw")]
@@ -488,7 +548,9 @@ def _copied_model_with_its_optimizer() -> tuple[nn.Sequential, mfx.Muon]:
 
 
 @pytest.mark.parametrize("copied", [_copied_pair, _copied_model_with_its_optimizer])
-def test_a_copied_optimizer_follows_the_copied_model(copied: Callable[[], tuple[nn.Sequential, mfx.Muon]]):
+def test_a_copied_optimizer_follows_the_copied_model(
+    copied: Callable[[], tuple[nn.Sequential, mfx.Muon]],
+):
     """Weights that replace others in the copy are trained, and frozen layers that are trained later are errors."""
     model, optimizer = copied()
     model[2].weight = nn.Parameter(torch.randn(4, 6))
@@ -517,7 +579,9 @@ def wrapped(model: nn.Module, how: str, here: Here) -> nn.Module:
     if how == "no_shard":
         more["sharding_strategy"] = ShardingStrategy.NO_SHARD
     with quiet():
-        return FullyShardedDataParallel(model, use_orig_params="original" in how or how == "no_shard", **more)
+        return FullyShardedDataParallel(
+            model, use_orig_params="original" in how or how == "no_shard", **more
+        )
 
 
 def one_step(model: nn.Module, optimizer: Any) -> None:
@@ -530,11 +594,14 @@ def one_step(model: nn.Module, optimizer: Any) -> None:
 @on_ranks(2)
 def test_state_with_values_is_cut_as_its_parameters_are_cut(here: Here, chain: str):
     """Sharded after the first step, and back again: the same values of the state, and the steps of before."""
-    tx = {"muon": mfx.muon, "normuon": mfx.normuon}[chain](0.02, orthogonalize=mfx.orthogonalize(**EXACT))
+    tx = {"muon": mfx.muon, "normuon": mfx.normuon}[chain](
+        0.02, orthogonalize=mfx.orthogonalize(**EXACT)
+    )
     model, twin = made(), made()
     labels = mfx.default_labels(model)
     optimizer, other = (
-        mfx.TransformOptimizer(m, mfx.partition({"muon": tx, "adamw": mfx.adamw(0.01)}, labels)) for m in (model, twin)
+        mfx.TransformOptimizer(m, mfx.partition({"muon": tx, "adamw": mfx.adamw(0.01)}, labels))
+        for m in (model, twin)
     )
     one_step(model, optimizer)
     one_step(twin, other)
@@ -553,9 +620,14 @@ def test_state_with_values_is_cut_as_its_parameters_are_cut(here: Here, chain: s
         wanted = get_optimizer_state_dict(twin, other, options=FULL)
         for name, leaves in wanted["state"].items():
             assert leaves.keys() == saved["state"][name].keys()
-            assert all(torch.allclose(leaf, saved["state"][name][key], atol=1e-6) for key, leaf in leaves.items())
+            assert all(
+                torch.allclose(leaf, saved["state"][name][key], atol=1e-6)
+                for key, leaf in leaves.items()
+            )
             if how == "fully_shard":  # nothing has been computed in another order yet
-                assert all(torch.equal(leaf, saved["state"][name][key]) for key, leaf in leaves.items())
+                assert all(
+                    torch.equal(leaf, saved["state"][name][key]) for key, leaf in leaves.items()
+                )
         for m, o in ((model, optimizer), (twin, other)):
             o.zero_grad()
             one_step(m, o)
@@ -569,7 +641,9 @@ def test_state_with_values_is_cut_as_its_parameters_are_cut(here: Here, chain: s
 def test_parameters_that_fsdp2_has_gathered_for_a_while_are_not_followed(here: Here, stepped: bool):
     """A pass without gradients leaves a root of FSDP2 gathered: plain tensors stand in the model for a while."""
     model, twin = (fully_shard(made(), mesh=here.mesh) for _ in range(2))
-    optimizer, other = (mfx.Muon(m, orthogonalize=mfx.orthogonalize(**EXACT)) for m in (model, twin))
+    optimizer, other = (
+        mfx.Muon(m, orthogonalize=mfx.orthogonalize(**EXACT)) for m in (model, twin)
+    )
     if stepped:
         one_step(model, optimizer)
         one_step(twin, other)
@@ -578,7 +652,9 @@ def test_parameters_that_fsdp2_has_gathered_for_a_while_are_not_followed(here: H
     assert not isinstance(next(model.parameters()), DTensor)
     optimizer.zero_grad()
     saved = optimizer.state_dict()
-    assert all(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
+    assert all(
+        isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]
+    )
     other.zero_grad()
     other.load_state_dict(saved)
     for m, o in ((model, optimizer), (twin, other)):
@@ -596,13 +672,19 @@ def sharded_by(kind: str, model: nn.Sequential, here: Here) -> nn.Sequential:
 
 @pytest.mark.parametrize("kind", ["tensor parallel", "fewer ranks after the forward"])
 @on_ranks(4)
-def test_dtensors_that_fsdp2_has_put_into_a_model_for_a_while_are_not_followed(here: Here, kind: str):
+def test_dtensors_that_fsdp2_has_put_into_a_model_for_a_while_are_not_followed(
+    here: Here, kind: str
+):
     model, twin = (sharded_by(kind, made(), here) for _ in range(2))
-    optimizer, other = (mfx.Muon(m, orthogonalize=mfx.orthogonalize(**EXACT)) for m in (model, twin))
+    optimizer, other = (
+        mfx.Muon(m, orthogonalize=mfx.orthogonalize(**EXACT)) for m in (model, twin)
+    )
     params = list(model.parameters())
     with torch.no_grad(), quiet():
         model(torch.ones(3, 4))
-    assert any(current is not param for current, param in zip(model.parameters(), params, strict=True))
+    assert any(
+        current is not param for current, param in zip(model.parameters(), params, strict=True)
+    )
     optimizer.zero_grad()
     assert {param for group in optimizer.param_groups for param in group["params"]} == set(params)
     for m, o in ((model, optimizer), (twin, other)):
@@ -616,7 +698,9 @@ def test_a_parameter_that_fsdp2_ignores_is_followed(here: Here):
     model, twin = made(), made()
     for m in (model, twin):
         fully_shard(m, mesh=here.mesh, ignored_params={m[2].weight})
-    optimizer, other = (mfx.Muon(m, orthogonalize=mfx.orthogonalize(**EXACT)) for m in (model, twin))
+    optimizer, other = (
+        mfx.Muon(m, orthogonalize=mfx.orthogonalize(**EXACT)) for m in (model, twin)
+    )
     one_step(model, optimizer)
     one_step(twin, other)
     one_replaced(model)
@@ -648,12 +732,15 @@ def test_a_rank_clears_gradients_alone(here: Here):
 @on_ranks(2)
 def test_a_wrong_shape_on_one_rank_is_an_error_on_all(here: Here):
     model = made()
-    optimizer = mfx.Muon(model, layout=sharding.replicated(dict(model.named_parameters()), here.group))
+    optimizer = mfx.Muon(
+        model, layout=sharding.replicated(dict(model.named_parameters()), here.group)
+    )
     if here.rank == 0:
         optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(3, 4))
     model(torch.ones(3, 4)).square().sum().backward()
     with pytest.raises(
-        (ValueError, sharding.ShardingError), match=r"'0\.weight' has shape \(3, 4\), expected \(6, 4\)"
+        (ValueError, sharding.ShardingError),
+        match=r"'0\.weight' has shape \(3, 4\), expected \(6, 4\)",
     ):
         optimizer.step()
 
@@ -661,9 +748,13 @@ def test_a_wrong_shape_on_one_rank_is_an_error_on_all(here: Here):
 @on_ranks(2)
 def test_a_rank_saves_alone_after_parameters_were_assigned_where_each_has_all(here: Here):
     model = made()
-    optimizer = mfx.Muon(model, layout=sharding.replicated(dict(model.named_parameters()), here.group))
+    optimizer = mfx.Muon(
+        model, layout=sharding.replicated(dict(model.named_parameters()), here.group)
+    )
     one_step(model, optimizer)
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: value.clone() for name, value in model.state_dict().items()}, assign=True
+    )
     if here.rank == 0:
         optimizer.state_dict()
     optimizer.zero_grad()
@@ -693,7 +784,9 @@ def test_what_fsdp1_leaves_of_parameters_is_refused(here: Here, when: str, how: 
     assert FSDP1[when, how] in str(caught.value)
 
 
-@pytest.mark.parametrize(("entry", "error"), [({"lr": -1.0}, ValueError), ({"weight_dacay": 0.1}, UserWarning)])
+@pytest.mark.parametrize(
+    ("entry", "error"), [({"lr": -1.0}, ValueError), ({"weight_dacay": 0.1}, UserWarning)]
+)
 @on_ranks(2)
 def test_an_error_of_one_rank_is_raised_on_all_in_the_first_step_after_a_model_was_sharded(
     here: Here, entry: dict[str, float], error: type[Exception]
@@ -706,7 +799,10 @@ def test_an_error_of_one_rank_is_raised_on_all_in_the_first_step_after_a_model_w
     if here.rank == 1:
         group.update(entry)
     model(torch.randn(3, 4)).square().sum().backward()
-    with warnings.catch_warnings(action="error"), pytest.raises(Exception, match=next(iter(entry))) as caught:
+    with (
+        warnings.catch_warnings(action="error"),
+        pytest.raises(Exception, match=next(iter(entry))) as caught,
+    ):
         optimizer.step()
     assert caught.type is (error if here.rank == 1 else sharding.ShardingError)
     ranks = torch.ones(())  # a message that only one rank has sent would arrive in this all-reduce
@@ -741,7 +837,10 @@ def test_an_error_of_one_rank_is_raised_on_all_where_the_state_moves_to_the_shar
     """The other ranks would wait for the rank that has the error, until a timeout."""
 
     def labels(params: dict[str, torch.Tensor]) -> dict[str, str]:
-        return {name: LABEL_OF_BIASES[0] if param.ndim == 1 else "usual" for name, param in params.items()}
+        return {
+            name: LABEL_OF_BIASES[0] if param.ndim == 1 else "usual"
+            for name, param in params.items()
+        }
 
     LABEL_OF_BIASES[0] = "usual"
     tx = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
@@ -768,7 +867,9 @@ def test_an_error_of_one_rank_is_raised_on_all_where_all_create_state(here: Here
     label_of_biases = "usual"
 
     def labels(params: dict[str, torch.Tensor]) -> dict[str, str]:
-        return {name: label_of_biases if param.ndim == 1 else "usual" for name, param in params.items()}
+        return {
+            name: label_of_biases if param.ndim == 1 else "usual" for name, param in params.items()
+        }
 
     tx = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
     with torch.device("meta" if change == "to_empty" else "cpu"):
@@ -807,7 +908,9 @@ def test_an_error_of_one_rank_that_adds_a_group_is_raised_on_all(here: Here):
     model[0].requires_grad_(True)
     began = time.monotonic()
     with pytest.raises(ValueError if here.rank == 1 else sharding.ShardingError):
-        optimizer.add_param_group({"params": list(model[0].parameters()), "lr": -1.0 if here.rank == 1 else 0.1})
+        optimizer.add_param_group(
+            {"params": list(model[0].parameters()), "lr": -1.0 if here.rank == 1 else 0.1}
+        )
     assert time.monotonic() - began < 20
 
 
@@ -836,9 +939,13 @@ def test_what_trains_a_model_is_let_through(here: Here, how: str):
                 nn.init.normal_(param)
     elif how == "compiled ddp":
         optimizer = mfx.Muon(model)
-        model = torch.compile(DistributedDataParallel(model, process_group=here.group), backend="eager")
+        model = torch.compile(
+            DistributedDataParallel(model, process_group=here.group), backend="eager"
+        )
     elif how == "replicated, converted":
-        optimizer = mfx.Muon(model, layout=sharding.replicated(dict(model.named_parameters()), here.group))
+        optimizer = mfx.Muon(
+            model, layout=sharding.replicated(dict(model.named_parameters()), here.group)
+        )
         model = DistributedDataParallel(model.bfloat16(), process_group=here.group)
     else:
         model = wrapped(model, how.removesuffix(", converted"), here)
@@ -911,7 +1018,9 @@ def test_only_the_optimizer_its_wrappers_and_owners_of_copies_step_on_its_groups
         try:
             one.step()
         finally:
-            changed = [not torch.equal(before[key], value) for key, value in model.state_dict().items()]
+            changed = [
+                not torch.equal(before[key], value) for key, value in model.state_dict().items()
+            ]
             assert any(changed) == all(changed)
         return all(changed)
 

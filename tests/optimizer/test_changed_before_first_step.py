@@ -21,7 +21,9 @@ CHAINS: dict[str, Callable[[], mfx.Transform]] = {
         mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(RATE)), RATE
     ),
     "prodigy": lambda: mfx.chain(mfx.contrib.scale_by_prodigy(), mfx.scale(-1.0)),
-    "keep_weight_norms": lambda: mfx.chain(mfx.scale_by_learning_rate(RATE), mfx.contrib.keep_weight_norms()),
+    "keep_weight_norms": lambda: mfx.chain(
+        mfx.scale_by_learning_rate(RATE), mfx.contrib.keep_weight_norms()
+    ),
     "ema_params": lambda: mfx.chain(mfx.scale_by_learning_rate(RATE), mfx.ema_params(0.9)),
     "master_params": lambda: mfx.master_params(mfx.scale_by_learning_rate(RATE)),
     "muon": lambda: mfx.muon(RATE),
@@ -134,7 +136,9 @@ def test_weights_loaded_before_a_move_are_followed(name: str):
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("is_shown", [False, True])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_state_that_is_started_again_is_of_the_weights_that_are_loaded(steps: int, is_shown: bool, assign: bool):
+def test_a_state_that_is_started_again_is_of_the_weights_that_are_loaded(
+    steps: int, is_shown: bool, assign: bool
+):
     model, optimizer = optimizer_of("schedule_free")
     if steps:
         trained(model, optimizer)
@@ -151,7 +155,10 @@ def test_weights_of_an_added_group_are_followed_until_its_first_step():
     optimizer = mfx.TransformOptimizer(model, CHAINS["prodigy"]())
     model(torch.ones(4)).sum().backward()
     optimizer.step()
-    starts = [optimizer.state[model[0].weight]["scale_by_prodigy.start"].clone(), weights(1)[:4, :4]]
+    starts = [
+        optimizer.state[model[0].weight]["scale_by_prodigy.start"].clone(),
+        weights(1)[:4, :4],
+    ]
     model[1].requires_grad_()
     optimizer.add_param_group({"params": [("1.weight", model[1].weight)]})
     with torch.no_grad():
@@ -174,7 +181,9 @@ def test_an_added_group_is_initialized_once_if_no_weight_changes(monkeypatch: py
     optimizer.step()
     model[1].requires_grad_()
     optimizer.add_param_group({"params": [("1.weight", model[1].weight)]})
-    monkeypatch.setattr(Stepping, "initial_state", lambda *_: pytest.fail("the state was initialized again"))
+    monkeypatch.setattr(
+        Stepping, "initial_state", lambda *_: pytest.fail("the state was initialized again")
+    )
     model(torch.ones(4)).sum().backward()
     optimizer.step()
 
@@ -200,7 +209,9 @@ def test_a_parameter_replaced_after_backward_is_warned_of_beside_others():
     optimizer = mfx.TransformOptimizer(model, mfx.adamw(0.1))
     model(torch.ones(4)).sum().backward()
     model[1].weight = nn.Parameter(model[1].weight.detach().clone())
-    with pytest.warns(UserWarning, match=r"'1\.weight' has no gradient and is not updated.*before backward"):
+    with pytest.warns(
+        UserWarning, match=r"'1\.weight' has no gradient and is not updated.*before backward"
+    ):
         optimizer.step()
 
 
@@ -219,7 +230,9 @@ def test_a_parameter_replaced_after_a_step_may_be_unused():
 def test_the_warnings_of_init_are_given_once_if_weights_are_loaded():
     model, tx = nn.Linear(6, 6, bias=False), CHAINS["muon"]()
     with pytest.warns(UserWarning, match="no parameter has the label 'b'"):
-        optimizer = mfx.TransformOptimizer(model, mfx.partition({"a": tx, "b": tx}, {"weight": "a"}))
+        optimizer = mfx.TransformOptimizer(
+            model, mfx.partition({"a": tx, "b": tx}, {"weight": "a"})
+        )
     model.load_state_dict({"weight": weights(1)})
     model(torch.ones(6)).sum().backward()
     optimizer.step()  # initializes the state again
@@ -243,7 +256,9 @@ def test_added_bf16_parameters_warn_of_lost_decay():
     model[0].requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer = mfx.TransformOptimizer([{"params": model, "weight_decay": 0.0}], mfx.adamw(1e-3, weight_decay=0.1))
+        optimizer = mfx.TransformOptimizer(
+            [{"params": model, "weight_decay": 0.0}], mfx.adamw(1e-3, weight_decay=0.1)
+        )
     model[0].requires_grad_()
     with pytest.warns(UserWarning, match=r"weight decay has no effect on 1 of .* '0\.weight'"):
         optimizer.add_param_group({"params": [("0.weight", model[0].weight)], "weight_decay": 0.1})
@@ -291,7 +306,9 @@ def trained_over_ranks(model: nn.Linear, optimizer: mfx.TransformOptimizer) -> l
         optimizer.zero_grad()
         model(torch.eye(6)).sub(3.0).square().sum().backward()
         optimizer.step()
-    state = optimizer.state_dict()["state"][0]  # also has the tensors that another rank has computed
+    state = optimizer.state_dict()["state"][
+        0
+    ]  # also has the tensors that another rank has computed
     tensors = [model.weight.detach(), *[value for _, value in sorted(state.items())]]
     return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
@@ -346,7 +363,9 @@ def test_a_loaded_state_is_kept_over_ranks(here: Here):
 @pytest.mark.parametrize("attribute", ["state", "transform_state"])
 @pytest.mark.parametrize("kind", ["fsdp", "zero"])
 @on_ranks(2)
-def test_a_write_through_a_sharded_tensor_of_the_state_is_kept(here: Here, kind: str, attribute: str):
+def test_a_write_through_a_sharded_tensor_of_the_state_is_kept(
+    here: Here, kind: str, attribute: str
+):
     """Also if the values do not change: the distance of Prodigy starts at the zeros that were written."""
     model = nn.Linear(6, 6, bias=False)
     nn.init.zeros_(model.weight)

@@ -31,7 +31,9 @@ def net(*, frozen: tuple[str, ...] = ()) -> nn.Sequential:
     """A backbone of two layers and two layers after it, with equal values at each call."""
     torch.manual_seed(0)
     backbone = nn.Sequential(OrderedDict(up=nn.Linear(4, 6), down=nn.Linear(6, 4)))
-    model = nn.Sequential(OrderedDict(backbone=backbone, neck=nn.Linear(4, 4), head=nn.Linear(4, 2)))
+    model = nn.Sequential(
+        OrderedDict(backbone=backbone, neck=nn.Linear(4, 4), head=nn.Linear(4, 2))
+    )
     for name, param in model.named_parameters():
         param.requires_grad_(not name.startswith(frozen))
     return model
@@ -56,11 +58,15 @@ def of_model(model: nn.Module, **options: Any) -> mfx.Muon:
 
 
 def of_named(model: nn.Module, **options: Any) -> mfx.Muon:
-    return mfx.Muon(model.named_parameters(), **{"labels": mfx.routing.default_labels_by_name, **options})
+    return mfx.Muon(
+        model.named_parameters(), **{"labels": mfx.routing.default_labels_by_name, **options}
+    )
 
 
 def of_trained(model: nn.Module, **options: Any) -> mfx.Muon:
-    return mfx.Muon([param for param in model.parameters() if param.requires_grad], model=model, **options)
+    return mfx.Muon(
+        [param for param in model.parameters() if param.requires_grad], model=model, **options
+    )
 
 
 def of_groups(model: nn.Module, **options: Any) -> mfx.Muon:
@@ -110,7 +116,11 @@ def with_frozen(kind: str) -> nn.Module:
 
 
 def forward(model: nn.Module) -> Tensor:
-    return model.head(model.neck(model.backbone.down(model.backbone.up(torch.ones(2, 4))))).square().sum()
+    return (
+        model.head(model.neck(model.backbone.down(model.backbone.up(torch.ones(2, 4)))))
+        .square()
+        .sum()
+    )
 
 
 @pytest.mark.parametrize("kind", FROZEN)
@@ -129,7 +139,9 @@ def forward(model: nn.Module) -> Tensor:
     ],
     ids=["model", "named", "trained", "adamw", "dict", "groups"],
 )
-def test_a_frozen_leaf_is_never_looked_at(kind: str, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+def test_a_frozen_leaf_is_never_looked_at(
+    kind: str, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
     model = with_frozen(kind)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Muon: found no parameter|.*Sparse")
@@ -152,7 +164,9 @@ def _renamed(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", FROZEN)
 @pytest.mark.parametrize("is_detached", [False, True])
-def test_a_functional_update_ignores_a_leaf_with_the_label_none(kind: str, is_detached: bool) -> None:
+def test_a_functional_update_ignores_a_leaf_with_the_label_none(
+    kind: str, is_detached: bool
+) -> None:
     model = with_frozen(kind)
     labels = mfx.default_labels(model)
     tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.muon_with_adamw(0.1, labels=labels))
@@ -166,7 +180,9 @@ def test_a_functional_update_ignores_a_leaf_with_the_label_none(kind: str, is_de
         state = tx.init(params)
         updates, state = tx.update({**grads, "backbone.quantized.weight": None}, state, params)
         new = mfx.apply_updates(params, updates)
-        alone = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.muon_with_adamw(0.1, labels=mfx.default_labels(net())))
+        alone = mfx.chain(
+            mfx.clip_by_global_norm(1.0), mfx.muon_with_adamw(0.1, labels=mfx.default_labels(net()))
+        )
         expected, _ = alone.update(grads, alone.init(twin), twin)
     assert updates.pop("backbone.quantized.weight") is None
     assert_equal(updates, expected)
@@ -175,7 +191,10 @@ def test_a_functional_update_ignores_a_leaf_with_the_label_none(kind: str, is_de
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_a_frozen_parameter_needs_no_label_in_a_functional_update(dtype: torch.dtype) -> None:
-    params = {"w": nn.Parameter(torch.zeros(2, 2).to(dtype), requires_grad=False), "b": torch.ones(2)}
+    params = {
+        "w": nn.Parameter(torch.zeros(2, 2).to(dtype), requires_grad=False),
+        "b": torch.ones(2),
+    }
     tx = mfx.adamw(0.1)
     state = tx.init(params)
     updates, state = tx.update({"w": None, "b": torch.ones(2)}, state, params)
@@ -184,12 +203,18 @@ def test_a_frozen_parameter_needs_no_label_in_a_functional_update(dtype: torch.d
         tx.init({"w": params["w"].detach(), "b": torch.ones(2)})
 
 
-@pytest.mark.parametrize("make", [of_model, lambda model: mfx.TransformOptimizer(model, mfx.adamw(1e-3))])
+@pytest.mark.parametrize(
+    "make", [of_model, lambda model: mfx.TransformOptimizer(model, mfx.adamw(1e-3))]
+)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
-def test_a_trained_leaf_of_such_a_dtype_is_an_error_by_name_with_advice(make: Any, dtype: torch.dtype):
+def test_a_trained_leaf_of_such_a_dtype_is_an_error_by_name_with_advice(
+    make: Any, dtype: torch.dtype
+):
     model = net()
     model.backbone.up.weight = nn.Parameter(torch.zeros(6, 4).to(dtype))
-    with pytest.raises(TypeError, match=rf"'backbone\.up\.weight' must .*found {dtype}.*convert it"):
+    with pytest.raises(
+        TypeError, match=rf"'backbone\.up\.weight' must .*found {dtype}.*convert it"
+    ):
         make(model)
 
 
@@ -201,7 +226,9 @@ RULES = [[(mfx.routing.path("neck.*"), None)], [(mfx.routing.path("neck.*", "*.u
 
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("make", [of_model, of_named])
-def test_a_parameter_with_the_label_none_has_no_group_no_state_and_no_update(make: Any, rules: Any) -> None:
+def test_a_parameter_with_the_label_none_has_no_group_no_state_and_no_update(
+    make: Any, rules: Any
+) -> None:
     model = net()
     optimizer = make(model, labels=mfx.default_labels(model, rules))
     before = params_of(model)
@@ -219,7 +246,9 @@ def test_a_gradient_under_the_label_none_takes_no_part_in_clipping() -> None:
     """A parameter that is not in the optimizer has no gradient for it."""
     model, twin = net(), net(frozen=("neck",))
     tx = mfx.chain(mfx.clip_by_global_norm(1e-3), mfx.scale(-1.0))
-    labels = {name: None if name.startswith("neck") else "all" for name, _ in model.named_parameters()}
+    labels = {
+        name: None if name.startswith("neck") else "all" for name, _ in model.named_parameters()
+    }
     optimizer = mfx.TransformOptimizer(model, mfx.chain(mfx.partition({"all": tx}, labels)))
     train(model, optimizer)
     train(twin, mfx.TransformOptimizer(twin, tx))
@@ -268,7 +297,9 @@ def test_a_group_that_is_added_to_a_wrapper_of_the_optimizer_is_trained() -> Non
 def test_a_layer_may_be_wrapped_between_construction_and_unfreezing() -> None:
     model, twin = net(frozen=FREEZE), net()
     optimizer = mfx.Muon(model)
-    model.backbone = checkpoint_wrapper(model.backbone)  # its parameters have other names in the model now
+    model.backbone = checkpoint_wrapper(
+        model.backbone
+    )  # its parameters have other names in the model now
     model.backbone.requires_grad_()
     optimizer.add_param_group({"params": model.backbone.parameters(), "lr": 2e-3})
     train(model, optimizer, steps=3)
@@ -278,7 +309,9 @@ def test_a_layer_may_be_wrapped_between_construction_and_unfreezing() -> None:
 
 def test_a_wrapped_layer_without_a_label_is_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
     model = net()
-    labels = {name: None if name.startswith(FREEZE) else "muon" for name, _ in model.named_parameters()}
+    labels = {
+        name: None if name.startswith(FREEZE) else "muon" for name, _ in model.named_parameters()
+    }
     optimizer = mfx.TransformOptimizer(model, mfx.partition({"muon": mfx.adamw(1e-3)}, labels))
     model.backbone = checkpoint_wrapper(model.backbone)
     train(model, optimizer)
@@ -293,16 +326,30 @@ def test_the_rate_of_an_added_group_applies_to_all_of_its_members(make: Any) -> 
     optimizer.add_param_group({"params": model.backbone.parameters(), "lr": 1e-3})
     train(model, optimizer)
     group = optimizer.param_groups[-1]
-    assert (group["muon.weight_decay"], group["adamw.weight_decay"], "weight_decay" in group) == (0.1, 0.0, False)
+    assert (group["muon.weight_decay"], group["adamw.weight_decay"], "weight_decay" in group) == (
+        0.1,
+        0.0,
+        False,
+    )
     group["lr"] = 0.0
     before = params_of(model)
     train(model, optimizer)
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name]) == name.startswith("backbone")
-    group["lr"], group["weight_decay"] = 1e-3, 0.5  # as a schedule of the decay writes it into all groups
+    group["lr"], group["weight_decay"] = (
+        1e-3,
+        0.5,
+    )  # as a schedule of the decay writes it into all groups
     train(model, optimizer)
     assert not {"muon.weight_decay", "adamw.weight_decay"} & group.keys()
-    assert (optimizer._tracked_groups.groups[-1].numbers.read(group)["adamw.add_decayed_weights.weight_decay"]) == 0.5
+    assert (
+        (
+            optimizer._tracked_groups.groups[-1].numbers.read(group)[
+                "adamw.add_decayed_weights.weight_decay"
+            ]
+        )
+        == 0.5
+    )
 
 
 def test_numbers_of_a_group_with_two_labels_are_those_of_one_group_per_label() -> None:
@@ -313,8 +360,13 @@ def test_numbers_of_a_group_with_two_labels_are_those_of_one_group_per_label() -
     for model in models:
         model.backbone.requires_grad_()
     optimizers[0].add_param_group({"params": models[0].backbone.parameters(), **given})
-    for end, keys in (("weight", ("lr", "weight_decay", "momentum")), ("bias", ("lr", "weight_decay", "betas", "eps"))):
-        params = [param for name, param in models[1].backbone.named_parameters() if name.endswith(end)]
+    for end, keys in (
+        ("weight", ("lr", "weight_decay", "momentum")),
+        ("bias", ("lr", "weight_decay", "betas", "eps")),
+    ):
+        params = [
+            param for name, param in models[1].backbone.named_parameters() if name.endswith(end)
+        ]
         optimizers[1].add_param_group({"params": params, **{key: given[key] for key in keys}})
     for lr in (3e-3, 1e-2):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -338,12 +390,17 @@ def test_a_list_without_a_rate_is_one_group_per_label_if_the_labels_rates_differ
 def test_a_parameter_that_was_frozen_is_not_forgotten_in_silence(make: Any) -> None:
     model = net(frozen=FREEZE)
     optimizer = make(model)
-    with pytest.raises(ValueError, match=r"'backbone\.up\.weight' is frozen: call requires_grad_\(\)"):
+    with pytest.raises(
+        ValueError, match=r"'backbone\.up\.weight' is frozen: call requires_grad_\(\)"
+    ):
         optimizer.add_param_group({"params": model.backbone.parameters()})
     model.backbone.requires_grad_()
     if make in (of_trained, of_groups):
         return  # these were given other parameters only
-    with pytest.raises(ValueError, match=r"'backbone\.up\.weight' has a gradient, but it was frozen .*add_param_group"):
+    with pytest.raises(
+        ValueError,
+        match=r"'backbone\.up\.weight' has a gradient, but it was frozen .*add_param_group",
+    ):
         train(model, optimizer)
     optimizer.add_param_group({"params": model.backbone.parameters()})
     train(model, optimizer)
@@ -391,30 +448,51 @@ def test_unfreezing_freezing_and_unfreezing_again_keeps_the_added_group(make: An
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5**step
+    ),
     "ExponentialLR": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
-    "CosineAnnealingLR": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "CosineAnnealingLR": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, 10
+    ),
     "LinearLR": torch.optim.lr_scheduler.LinearLR,
-    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
-    "ReduceLROnPlateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.1, total_steps=10
+    ),
+    "ReduceLROnPlateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, patience=0
+    ),
 }
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_scheduler_treats_an_added_list_as_that_of_a_torch_optimizer(scheduler: str) -> None:
     outcomes = []
-    for make in (lambda model: mfx.Muon(model.neck, lr=1.0, labels=dict.fromkeys(("weight", "bias"), "adamw")), None):
+    for make in (
+        lambda model: mfx.Muon(
+            model.neck, lr=1.0, labels=dict.fromkeys(("weight", "bias"), "adamw")
+        ),
+        None,
+    ):
         model = net()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Muon: found no parameter")
-            optimizer = torch.optim.AdamW(model.neck.parameters(), lr=1.0) if make is None else make(model)
+            optimizer = (
+                torch.optim.AdamW(model.neck.parameters(), lr=1.0) if make is None else make(model)
+            )
         schedule = SCHEDULERS[scheduler](optimizer)
         seen: list[Any] = []
         arguments = [1.0] if scheduler == "ReduceLROnPlateau" else []
         for step in range(4):
             if step == 2:
-                new: Any = model.head.parameters() if make is None else {"w": model.head.weight, "b": model.head.bias}
-                labels: dict[str, Any] = {"labels": {"w": "muon", "b": "adamw"}} if make is not None else {}
+                new: Any = (
+                    model.head.parameters()
+                    if make is None
+                    else {"w": model.head.weight, "b": model.head.bias}
+                )
+                labels: dict[str, Any] = (
+                    {"labels": {"w": "muon", "b": "adamw"}} if make is not None else {}
+                )
                 optimizer._labels = labels.get("labels")  # type: ignore[attr-defined]
                 optimizer.add_param_group({"params": new, "lr": 0.1})
             for param in model.parameters():
@@ -422,7 +500,10 @@ def test_a_scheduler_treats_an_added_list_as_that_of_a_torch_optimizer(scheduler
             optimizer.step()
             try:
                 schedule.step(*arguments)
-            except (ValueError, KeyError) as error:  # LambdaLR has one function per group from the start
+            except (
+                ValueError,
+                KeyError,
+            ) as error:  # LambdaLR has one function per group from the start
                 seen.append((type(error), str(error)))
             seen.append([group["lr"] for group in optimizer.param_groups])
         outcomes.append(seen)
@@ -438,7 +519,9 @@ def test_groups_that_are_assigned_may_have_parameters_that_were_frozen(make: Any
     model = net(frozen=FREEZE)
     optimizer = make(model)
     model.backbone.requires_grad_()
-    optimizer.add_param_group({"params": model.backbone.parameters(), "lr": 1e-3, "name": "backbone"})
+    optimizer.add_param_group(
+        {"params": model.backbone.parameters(), "lr": 1e-3, "name": "backbone"}
+    )
     train(model, optimizer, steps=2)
     stored = [{**group, "params": list(group["param_names"])} for group in optimizer.param_groups]
     saved = copy.deepcopy(optimizer.state_dict())
@@ -447,7 +530,9 @@ def test_groups_that_are_assigned_may_have_parameters_that_were_frozen(make: Any
     later.load_state_dict(model.state_dict())
     resumed = make(later)
     named = dict(later.named_parameters())
-    resumed.param_groups = [{**group, "params": [named[name] for name in group["params"]]} for group in stored]
+    resumed.param_groups = [
+        {**group, "params": [named[name] for name in group["params"]]} for group in stored
+    ]
     resumed.load_state_dict(saved)
     for name, param in model.named_parameters():
         assert_equal(resumed.state[named[name]], optimizer.state[param])
@@ -462,7 +547,9 @@ def test_a_group_that_is_appended_gets_the_numbers_that_it_lacks() -> None:
     model = net(frozen=FREEZE)
     optimizer = mfx.Muon(model)
     model.backbone.requires_grad_()
-    optimizer.param_groups.append({"params": [model.backbone.up.weight, model.backbone.up.bias], "lr": 1e-3})
+    optimizer.param_groups.append(
+        {"params": [model.backbone.up.weight, model.backbone.up.bias], "lr": 1e-3}
+    )
     optimizer.zero_grad()
     train(model.neck, optimizer)
     assert optimizer.param_groups[-1]["momentum"] == 0.95
@@ -484,7 +571,9 @@ def test_a_state_from_before_freezing_loads_without_what_is_frozen(make: Any) ->
     model, optimizer, saved = saved_by(make, ())
     later = net(frozen=FREEZE)
     resumed = make(later)
-    with pytest.warns(UserWarning, match=r"the state of .*'backbone\.down\.bias'.* was not loaded") as caught:
+    with pytest.warns(
+        UserWarning, match=r"the state of .*'backbone\.down\.bias'.* was not loaded"
+    ) as caught:
         resumed.load_state_dict(saved)
     assert len(caught) == 1
     for name, param in later.named_parameters():
@@ -498,7 +587,9 @@ def test_a_state_from_before_unfreezing_starts_what_is_new_at_its_initial_state(
     model, optimizer, saved = saved_by(make, FREEZE)
     later = net()
     resumed = make(later)
-    with pytest.warns(UserWarning, match=r"found no state of .*'backbone\.down\.bias'.* initial") as caught:
+    with pytest.warns(
+        UserWarning, match=r"found no state of .*'backbone\.down\.bias'.* initial"
+    ) as caught:
         resumed.load_state_dict(saved)
     assert len(caught) == 1
     for name, param in later.named_parameters():
@@ -512,8 +603,13 @@ def test_a_state_from_before_unfreezing_starts_what_is_new_at_its_initial_state(
 NAMES = [name for name, _ in net().named_parameters()]
 
 
-@given(before=st.sets(st.sampled_from(NAMES), min_size=1), now=st.sets(st.sampled_from(NAMES), min_size=1))
-def test_what_is_trained_in_both_runs_is_loaded_whatever_else_was_trained(before: set[str], now: set[str]) -> None:
+@given(
+    before=st.sets(st.sampled_from(NAMES), min_size=1),
+    now=st.sets(st.sampled_from(NAMES), min_size=1),
+)
+def test_what_is_trained_in_both_runs_is_loaded_whatever_else_was_trained(
+    before: set[str], now: set[str]
+) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Muon: found no parameter")
         model, later = net(), net()
@@ -532,15 +628,22 @@ def test_what_is_trained_in_both_runs_is_loaded_whatever_else_was_trained(before
                 resumed.load_state_dict(saved)
     texts = "".join(str(warning.message) for warning in caught)
     if before & now:
-        assert ("was not loaded" in texts, "found no state of" in texts) == (bool(before - now), bool(now - before))
+        assert ("was not loaded" in texts, "found no state of" in texts) == (
+            bool(before - now),
+            bool(now - before),
+        )
     for name in before & now:
-        assert_equal(resumed.state[later.get_parameter(name)], optimizer.state[model.get_parameter(name)])
+        assert_equal(
+            resumed.state[later.get_parameter(name)], optimizer.state[model.get_parameter(name)]
+        )
 
 
 def test_a_state_of_another_model_is_still_refused() -> None:
     model, _, saved = saved_by(of_model, ())
     other = nn.Sequential(OrderedDict(neck=nn.Linear(4, 4), last=nn.Linear(4, 2)))
-    with pytest.raises(ValueError, match=r"nothing was loaded: the state dict lacks .*'last\..*also has 'backbone"):
+    with pytest.raises(
+        ValueError, match=r"nothing was loaded: the state dict lacks .*'last\..*also has 'backbone"
+    ):
         mfx.Muon(other).load_state_dict(saved)
     with pytest.raises(ValueError, match=r"nothing was loaded: the state dict also has 'backbone"):
         of_named(nn.Sequential(OrderedDict(neck=model.neck))).load_state_dict(saved)
@@ -551,7 +654,9 @@ def test_a_state_of_another_model_is_still_refused() -> None:
     ("before", "now", "full"),
     [((), FREEZE, False), (FREEZE, (), False), (FREEZE, (), True), (("head.bias",), (), True)],
 )
-def test_dcps_functions_load_across_freezing(before: tuple[str, ...], now: tuple[str, ...], full: bool) -> None:
+def test_dcps_functions_load_across_freezing(
+    before: tuple[str, ...], now: tuple[str, ...], full: bool
+) -> None:
     options = StateDictOptions(full_state_dict=full, strict=False)
     model, optimizer, _ = saved_by(of_model, before)
     saved = get_optimizer_state_dict(model, optimizer, options=options)
@@ -561,7 +666,9 @@ def test_dcps_functions_load_across_freezing(before: tuple[str, ...], now: tuple
         warnings.simplefilter("always")
         set_optimizer_state_dict(later, resumed, saved, options=options)
     for name in {"neck.weight", "head.bias"} - set(before):
-        assert_equal(resumed.state[later.get_parameter(name)], optimizer.state[model.get_parameter(name)])
+        assert_equal(
+            resumed.state[later.get_parameter(name)], optimizer.state[model.get_parameter(name)]
+        )
 
 
 def test_a_state_is_set_by_dcp_right_after_parameters_were_replaced() -> None:
@@ -570,7 +677,9 @@ def test_a_state_is_set_by_dcp_right_after_parameters_were_replaced() -> None:
     saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
     later = net()
     resumed = mfx.Muon(later)
-    later.load_state_dict({name: param.clone() for name, param in model.state_dict().items()}, assign=True)
+    later.load_state_dict(
+        {name: param.clone() for name, param in model.state_dict().items()}, assign=True
+    )
     set_optimizer_state_dict(later, resumed, saved)
     for own, one in ((model, optimizer), (later, resumed)):
         train(own, one)
@@ -610,7 +719,9 @@ def test_hooks_of_a_state_dict_get_the_complete_one_and_may_return_another() -> 
     assert received[0]["param_groups"] == complete["param_groups"]
     train(model, optimizer)
     optimizer.load_state_dict(saved)
-    optimizer.register_state_dict_post_hook(lambda _, saved: {"groups": saved["wrapped"]["param_groups"]})
+    optimizer.register_state_dict_post_hook(
+        lambda _, saved: {"groups": saved["wrapped"]["param_groups"]}
+    )
     assert optimizer.state_dict() == {"groups": complete["param_groups"]}
 
 
@@ -637,9 +748,22 @@ def test_a_state_dict_whose_group_lacks_a_parameter_or_its_name_is_refused(key: 
 # --------------------------------------------------------------------------------------------- keys of the user's own
 
 
-DINO = {"is_last_layer": True, "lr_multiplier": 0.5, "wd_multiplier": 0.0, "foreach": True, "name": "last"}
+DINO = {
+    "is_last_layer": True,
+    "lr_multiplier": 0.5,
+    "wd_multiplier": 0.0,
+    "foreach": True,
+    "name": "last",
+}
 TIMM = {"lr_scale": 0.75, "initial_lr": 1e-3, "use_fallback": False}
-SCHEDULED = {"max_lr": 0.1, "min_lr": 0.0, "base_momentum": 0.8, "max_momentum": 0.9, "swa_lr": 0.1, "layer_id": 3}
+SCHEDULED = {
+    "max_lr": 0.1,
+    "min_lr": 0.0,
+    "base_momentum": 0.8,
+    "max_momentum": 0.9,
+    "swa_lr": 0.1,
+    "layer_id": 3,
+}
 
 
 @pytest.mark.filterwarnings("ignore:load_state_dict. the state dict was saved with other numbers")
@@ -647,9 +771,14 @@ SCHEDULED = {"max_lr": 0.1, "min_lr": 0.0, "base_momentum": 0.8, "max_momentum":
 @pytest.mark.parametrize("when", ["construction", "later"])
 def test_keys_of_the_users_own_are_kept_everywhere(keys: dict[str, Any], when: str) -> None:
     model = net()
-    parts = [list(model.backbone.named_parameters(prefix="backbone")), list(model.neck.named_parameters(prefix="neck"))]
+    parts = [
+        list(model.backbone.named_parameters(prefix="backbone")),
+        list(model.neck.named_parameters(prefix="neck")),
+    ]
     if when == "construction":
-        optimizer = mfx.Muon([{"params": parts[0]}, {"params": parts[1], "weight_decay": 0.0, **keys}], model=model)
+        optimizer = mfx.Muon(
+            [{"params": parts[0]}, {"params": parts[1], "weight_decay": 0.0, **keys}], model=model
+        )
     else:
         optimizer = mfx.Muon(parts[0], model=model)
         optimizer.add_param_group({"params": parts[1], "lr": 1e-3, **keys})
@@ -774,7 +903,11 @@ def test_frozen_layers_are_unfrozen_over_ranks_as_in_one_process(here: Here) -> 
 @pytest.mark.dist
 @on_ranks(2)
 def test_a_sharded_update_ignores_a_leaf_with_the_label_none(here: Here) -> None:
-    params: dict[str, Tensor] = {"w": torch.ones(4, 4), "b": torch.ones(4), "q": torch.zeros(3, dtype=torch.uint8)}
+    params: dict[str, Tensor] = {
+        "w": torch.ones(4, 4),
+        "b": torch.ones(4),
+        "q": torch.zeros(3, dtype=torch.uint8),
+    }
     labels = {"w": "muon", "b": "adamw", "q": None}
     tx = mfx.muon_with_adamw(0.1, labels=labels)
     layout = mfx.sharding.replicated(params, here.group)

@@ -18,7 +18,14 @@ import muonfx as mfx
 from tests import variants
 from tests.optimizer.test_adapter import assert_equal, make_model, net, params_of, set_grads
 
-MIXED = {"a.bias": (3,), "b.weight": (3, 4), "c.weight": (4, 3), "d.bias": (4,), "e.frozen": (2, 2), "f.scaled": (5,)}
+MIXED = {
+    "a.bias": (3,),
+    "b.weight": (3, 4),
+    "c.weight": (4, 3),
+    "d.bias": (4,),
+    "e.frozen": (2, 2),
+    "f.scaled": (5,),
+}
 MIXED_LABELS = {"a": "adamw", "b": "muon", "c": "muon", "d": "adamw", "e": "frozen", "f": "sign"}
 
 
@@ -33,7 +40,9 @@ def mixed(frozen: mfx.Transform | None) -> mfx.Transform:
 
 @pytest.mark.parametrize("frozen", [mfx.set_to_zero(), None], ids=["set_to_zero", "left out"])
 @given(names=st.permutations(list(MIXED)))
-def test_the_order_of_groups_is_not_that_of_parameters(frozen: mfx.Transform | None, names: list[str]):
+def test_the_order_of_groups_is_not_that_of_parameters(
+    frozen: mfx.Transform | None, names: list[str]
+):
     params = {name: nn.Parameter(torch.zeros(MIXED[name])) for name in names}
     groups = mfx.TransformOptimizer(params, mixed(frozen)).param_groups
     labels = ["muon", "adamw", "sign"]  # what has the label None is in no group
@@ -43,13 +52,20 @@ def test_the_order_of_groups_is_not_that_of_parameters(frozen: mfx.Transform | N
 
 def test_the_callers_groups_keep_their_order_and_are_split_in_the_fixed_one():
     params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in MIXED.items()}
-    given = [{"params": [(n, params[n]) for n in names]} for names in (["f.scaled"], ["a.bias", "b.weight"])]
-    optimizer = mfx.TransformOptimizer([*given, {"params": [("c.weight", params["c.weight"])]}], mixed(None))
+    given = [
+        {"params": [(n, params[n]) for n in names]}
+        for names in (["f.scaled"], ["a.bias", "b.weight"])
+    ]
+    optimizer = mfx.TransformOptimizer(
+        [*given, {"params": [("c.weight", params["c.weight"])]}], mixed(None)
+    )
     assert [group["label"] for group in optimizer.param_groups] == ["sign", "muon", "adamw", "muon"]
 
 
 def test_groups_have_torchs_keys_once_each():
-    muon, adamw = mfx.Muon(make_model(), lr=0.02, momentum=0.9, betas=(0.8, 0.99), weight_decay=0.3).param_groups
+    muon, adamw = mfx.Muon(
+        make_model(), lr=0.02, momentum=0.9, betas=(0.8, 0.99), weight_decay=0.3
+    ).param_groups
     common = {"params", "param_names", "label", "lr", "weight_decay", "momentum"}
     assert muon.keys() == common
     assert adamw.keys() == common | {"betas", "eps", "scale_by_adam.eps_root"}
@@ -64,15 +80,22 @@ def test_groups_have_torchs_keys_once_each():
         (mfx.scale_by_lion(), {"betas": (0.9, 0.99), "momentum": 0.9}),
         (mfx.contrib.scale_by_dion(2), {"momentum": 0.95}),
         (mfx.contrib.scale_by_dion2(2), {"momentum": 0.95}),
-        (mfx.contrib.scale_by_namo(mfx.identity()), {"betas": (0.95, 0.99), "momentum": 0.95, "eps": 1e-8}),
+        (
+            mfx.contrib.scale_by_namo(mfx.identity()),
+            {"betas": (0.95, 0.99), "momentum": 0.95, "eps": 1e-8},
+        ),
         (mfx.contrib.scale_by_prodigy(), {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-8}),
         (mfx.contrib.scale_by_shampoo(), {"eps": 1e-4}),
         (mfx.contrib.scale_by_soap(), {"betas": (0.95, 0.95), "momentum": 0.95, "eps": 1e-8}),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_numbers_of_other_transforms_have_torchs_keys_too(tx: mfx.Transform, entries: dict[str, Any]):
-    (group,) = mfx.TransformOptimizer(nn.Linear(4, 4, bias=False), mfx.chain(tx, mfx.scale(-1.0))).param_groups
+def test_numbers_of_other_transforms_have_torchs_keys_too(
+    tx: mfx.Transform, entries: dict[str, Any]
+):
+    (group,) = mfx.TransformOptimizer(
+        nn.Linear(4, 4, bias=False), mfx.chain(tx, mfx.scale(-1.0))
+    ).param_groups
     assert {key: group.get(key) for key in entries} == entries
 
 
@@ -85,10 +108,14 @@ def test_numbers_of_other_transforms_have_torchs_keys_too(tx: mfx.Transform, ent
         ({"muon.lr": 0.25, "adamw.lr": 0.5}, [0.25, 0.5]),
     ],
 )
-def test_a_key_with_a_label_sets_the_number_of_this_label(entries: dict[str, float], rates: list[float]):
+def test_a_key_with_a_label_sets_the_number_of_this_label(
+    entries: dict[str, float], rates: list[float]
+):
     model = make_model()
     named = list(model.named_parameters())
-    groups = mfx.Muon([{"params": named, **entries}], lr=0.02, adamw_lr=0.003, model=model).param_groups
+    groups = mfx.Muon(
+        [{"params": named, **entries}], lr=0.02, adamw_lr=0.003, model=model
+    ).param_groups
     assert [group["lr"] for group in groups] == rates
     assert not any(key.endswith(".lr") for group in groups for key in group)
 
@@ -113,7 +140,9 @@ def test_a_name_that_two_transforms_claim_is_left_to_neither():
         (1, {"betas": (np.float32(0.5), np.float32(0.75))}, {"betas": (0.5, 0.75)}),
     ],
 )
-def test_what_is_written_into_a_group_counts_at_the_next_step(place: int, changes: dict, arguments: dict):
+def test_what_is_written_into_a_group_counts_at_the_next_step(
+    place: int, changes: dict, arguments: dict
+):
     model, twin = make_model(), make_model()
     optimizer, wanted = mfx.Muon(model), mfx.Muon(twin, **arguments)
     optimizer.param_groups[place].update(changes)
@@ -123,15 +152,23 @@ def test_what_is_written_into_a_group_counts_at_the_next_step(place: int, change
             o.step()
     assert_equal(params_of(model), params_of(twin))
     for ours, theirs in zip(optimizer.param_groups, wanted.param_groups, strict=True):
-        assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+        assert {k: v for k, v in ours.items() if k != "params"} == {
+            k: v for k, v in theirs.items() if k != "params"
+        }
 
 
-@pytest.mark.parametrize("make", [mfx.Muon, lambda m: mfx.TransformOptimizer(m, mfx.lion(1e-3)), torch.optim.SGD])
+@pytest.mark.parametrize(
+    "make", [mfx.Muon, lambda m: mfx.TransformOptimizer(m, mfx.lion(1e-3)), torch.optim.SGD]
+)
 def test_one_cycle_drives_the_momentum_of_every_group(make):
     model = make_model()
-    optimizer = make(model) if make is not torch.optim.SGD else make(model.parameters(), momentum=0.9)
+    optimizer = (
+        make(model) if make is not torch.optim.SGD else make(model.parameters(), momentum=0.9)
+    )
     max_lr = [0.1, 0.01][: len(optimizer.param_groups)]
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr, total_steps=10, cycle_momentum=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr, total_steps=10, cycle_momentum=True
+    )
     seen = []
     for step in range(5):
         set_grads(model, step)
@@ -143,13 +180,21 @@ def test_one_cycle_drives_the_momentum_of_every_group(make):
     assert seen == pytest.approx([0.95, 0.9, 0.85, 0.8549516, 0.869098], abs=1e-3)
 
 
-@given(rates=st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.2]), st.sampled_from([0.0, 0.1])), min_size=2, max_size=4))
+@given(
+    rates=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.1, 0.2]), st.sampled_from([0.0, 0.1])),
+        min_size=2,
+        max_size=4,
+    )
+)
 def test_groups_may_agree_about_a_number_and_disagree_in_turn(rates: list[tuple[float, float]]):
     """As schedules do that end at the same rate. Compared with groups that always disagree: with one more of them."""
     optimizers = []
     for has_third in (False, True):
         params = {name: nn.Parameter(torch.ones(3)) for name in "abc"}
-        groups = [{"params": {name: params[name]}, "lr": 0.1} for name in ("abc" if has_third else "ab")]
+        groups = [
+            {"params": {name: params[name]}, "lr": 0.1} for name in ("abc" if has_third else "ab")
+        ]
         optimizers.append((params, mfx.TransformOptimizer(groups, mfx.lion(0.1))))
     for step, pair in enumerate(rates):
         for params, optimizer in optimizers:
@@ -170,7 +215,9 @@ def _by_matrices(model: nn.Module) -> dict[str, str]:
 
 def _added_later(rate: torch.Tensor) -> mfx.Muon:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = mfx.Muon(model[0].named_parameters("0"), lr=1.0, model=model, labels=_by_matrices(model))
+    optimizer = mfx.Muon(
+        model[0].named_parameters("0"), lr=1.0, model=model, labels=_by_matrices(model)
+    )
     for pair in model[1].named_parameters("1"):
         optimizer.add_param_group({"params": [pair], "lr": rate})
     del optimizer.param_groups[:2]
@@ -248,7 +295,8 @@ def test_no_tensor_is_the_number_of_two_groups_or_of_two_arguments(numbers: dict
         for group in optimizer.param_groups
         for key in ("lr", "weight_decay", "momentum", "betas")
         for value in torch.utils._pytree.tree_leaves(group.get(key))
-        if isinstance(value, torch.Tensor) and not (key == "momentum" and "betas" in group)  # the first of betas
+        if isinstance(value, torch.Tensor)
+        and not (key == "momentum" and "betas" in group)  # the first of betas
     ]
     assert number not in {*tensors}
     assert len({id(tensor) for tensor in tensors}) == len(tensors)
@@ -269,7 +317,9 @@ def test_a_tensor_of_several_groups_that_the_caller_changes_changes_none_and_is_
     set_grads(model, 0)
     optimizer.step()
     rate.fill_(0.25)
-    with pytest.warns(UserWarning, match=r"that was given for .*learning_rate' was changed in place"):
+    with pytest.warns(
+        UserWarning, match=r"that was given for .*learning_rate' was changed in place"
+    ):
         optimizer.step()
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
     optimizer.step()
@@ -301,7 +351,11 @@ def test_a_tensor_that_is_put_into_one_group_is_followed(labels: tuple[str, ...]
 
 def test_a_number_of_all_groups_may_be_tensors_of_one_value_in_each():
     model = nn.Linear(4, 4)
-    tx = mfx.as_tensors(mfx.chain(mfx.clip_by_global_norm(0.5), mfx.muon_with_adamw(0.1, labels=_by_matrices(model))))
+    tx = mfx.as_tensors(
+        mfx.chain(
+            mfx.clip_by_global_norm(0.5), mfx.muon_with_adamw(0.1, labels=_by_matrices(model))
+        )
+    )
     optimizer = mfx.TransformOptimizer(model, tx)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     set_grads(model, 0)
@@ -321,9 +375,12 @@ def test_a_number_of_all_groups_may_be_tensors_of_one_value_in_each():
 
 def test_a_partition_within_a_transform_that_runs_as_a_whole_splits_groups_too():
     inner = mfx.partition(
-        {"one": mfx.scale_by_adam(), "two": mfx.momentum()}, lambda p: {n: "two" if p[n].ndim > 1 else "one" for n in p}
+        {"one": mfx.scale_by_adam(), "two": mfx.momentum()},
+        lambda p: {n: "two" if p[n].ndim > 1 else "one" for n in p},
     )
-    optimizer = mfx.TransformOptimizer(make_model(), mfx.chain(mfx.cautious(inner), mfx.scale_by_learning_rate(0.1)))
+    optimizer = mfx.TransformOptimizer(
+        make_model(), mfx.chain(mfx.cautious(inner), mfx.scale_by_learning_rate(0.1))
+    )
     assert [(group["label"], group["cautious.min_share"]) for group in optimizer.param_groups] == [
         ("two", 1e-3),
         ("one", 1e-3),
@@ -348,7 +405,10 @@ def test_tensors_without_names_are_routed_and_stepped_as_their_model_is() -> Non
     optimizers = [
         mfx.Muon(models[0], weight_decay=0.1),
         mfx.Muon(models[1].parameters(), weight_decay=0.1, model=models[1]),
-        mfx.Muon([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.1}], model=models[2]),
+        mfx.Muon(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.1}],
+            model=models[2],
+        ),
     ]
     for model, optimizer in zip(models, optimizers, strict=True):
         _trained(model, optimizer)
@@ -362,7 +422,9 @@ def test_tensors_without_names_are_refused_where_no_model_names_them() -> None:
     expected = r"expected named parameters, found Parameter: .*model=.*configure_optimizers.*ZeroRedundancyOptimizer"
     with pytest.raises(TypeError, match=expected):
         mfx.Muon(model.parameters())
-    with pytest.raises(ValueError, match=r"a tensor of shape \(2,\) is not a parameter of the model"):
+    with pytest.raises(
+        ValueError, match=r"a tensor of shape \(2,\) is not a parameter of the model"
+    ):
         mfx.Muon([nn.Parameter(torch.zeros(2))], model=model)
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, found list"):
         mfx.TransformOptimizer(model.parameters(), mfx.adamw(), model=[model])  # type: ignore[arg-type]
@@ -381,7 +443,10 @@ WAYS_TO_PASS_A_BLOCK: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "pairs": lambda block: {"params": block.named_parameters()},
     "dict": lambda block: {"params": dict(block.named_parameters())},
     "module": lambda block: {"params": block},
-    "param_names": lambda block: {"params": list(block.parameters()), "param_names": NAMES_OF_BLOCK},
+    "param_names": lambda block: {
+        "params": list(block.parameters()),
+        "param_names": NAMES_OF_BLOCK,
+    },
 }
 
 
@@ -391,19 +456,24 @@ def test_added_blocks_have_the_names_of_the_model(way: str) -> None:
     model[0].requires_grad_(False)
     model[1].requires_grad_(False)
     optimizer = mfx.Muon(
-        model, labels=lambda model: mfx.default_labels(model, [(mfx.routing.path("2.weight"), "muon")])
+        model,
+        labels=lambda model: mfx.default_labels(model, [(mfx.routing.path("2.weight"), "muon")]),
     )
     for index in (1, 0):
         model[index].requires_grad_()
         optimizer.add_param_group({**WAYS_TO_PASS_A_BLOCK[way](model[index]), "lr": 0.1})
-        assert optimizer.param_groups[-1]["param_names"] == [f"{index}.{name}" for name in NAMES_OF_BLOCK]
+        assert optimizer.param_groups[-1]["param_names"] == [
+            f"{index}.{name}" for name in NAMES_OF_BLOCK
+        ]
     labels = optimizer.tx.arguments["labels"]
     assert labels.reason("0.norm.weight") == "norm (module type LayerNorm)"
 
 
 def test_given_names_count_at_construction() -> None:
     model = nn.Sequential(Residual(), nn.Linear(4, 4))
-    labels = {name: "muon" if param.ndim > 1 else "adamw" for name, param in model[0].named_parameters()}
+    labels = {
+        name: "muon" if param.ndim > 1 else "adamw" for name, param in model[0].named_parameters()
+    }
     optimizer = mfx.Muon(model[0].named_parameters(), model=model, labels=labels)
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     assert sorted(names) == sorted(NAMES_OF_BLOCK)
@@ -438,14 +508,25 @@ def of_ones_own():
     [
         (ALONE, "2 of 2 parameters, such as 'weight'"),
         (mfx.chain(ALONE, mfx.scale(0.1)), "2 of 2"),
-        (mfx.skip_nonfinite(mfx.accumulate(mfx.chain(ALONE, mfx.master_params(ALONE)), 2)), "2 of 2"),
+        (
+            mfx.skip_nonfinite(mfx.accumulate(mfx.chain(ALONE, mfx.master_params(ALONE)), 2)),
+            "2 of 2",
+        ),
         (mfx.chain(mfx.adamw(0.1), mfx.scale(-1.0)), "2 of 2"),
         (mfx.masked(mfx.adamw(0.1), mfx.routing.ndim(2)), "1 of 2 parameters, such as 'bias'"),
-        (mfx.partition({"a": ALONE, "b": mfx.adamw(0.1)}, {"weight": "a", "bias": "b"}), "1 of 2 .* 'weight'"),
-        (mfx.partition({"a": mfx.identity(), "b": mfx.adamw(0.1)}, {"weight": "a", "bias": "b"}), "1 of 2 .* 'weight'"),
+        (
+            mfx.partition({"a": ALONE, "b": mfx.adamw(0.1)}, {"weight": "a", "bias": "b"}),
+            "1 of 2 .* 'weight'",
+        ),
+        (
+            mfx.partition({"a": mfx.identity(), "b": mfx.adamw(0.1)}, {"weight": "a", "bias": "b"}),
+            "1 of 2 .* 'weight'",
+        ),
         (mfx.add_updates(DOWN, mfx.scale(0.5)), "2 of 2"),
         (
-            mfx.chain(mfx.partition({"a": ALONE, "b": DOWN}, {"weight": "a", "bias": "b"}), mfx.momentum()),
+            mfx.chain(
+                mfx.partition({"a": ALONE, "b": DOWN}, {"weight": "a", "bias": "b"}), mfx.momentum()
+            ),
             "1 of 2 .* 'weight'",
         ),
     ],
@@ -453,7 +534,8 @@ def of_ones_own():
 )
 def test_parameters_whose_updates_increase_the_loss_are_warned_of(tx: mfx.Transform, rising: str):
     with pytest.warns(
-        UserWarning, match=rf"would increase the loss: the updates of {rising}.* scale_by_learning_rate"
+        UserWarning,
+        match=rf"would increase the loss: the updates of {rising}.* scale_by_learning_rate",
     ) as caught:
         mfx.TransformOptimizer(torch.nn.Linear(2, 2), tx)
     assert [found.filename for found in caught] == [__file__]
@@ -481,7 +563,14 @@ def test_nothing_is_said_where_updates_go_downhill_or_may(tx: mfx.Transform):
 # -------------------------------------------------------------------------------------- lists that users edit
 
 # Two parameters of each shape, so that only identity distinguishes them.
-SHAPES = {"a.weight": (3, 3), "b.weight": (3, 3), "c.weight": (3, 3), "a.bias": (3,), "b.bias": (3,), "c.bias": (3,)}
+SHAPES = {
+    "a.weight": (3, 3),
+    "b.weight": (3, 3),
+    "c.weight": (3, 3),
+    "a.bias": (3,),
+    "b.bias": (3,),
+    "c.bias": (3,),
+}
 MATRICES = [name for name in SHAPES if name.endswith("weight")]
 VECTORS = [name for name in SHAPES if name.endswith("bias")]
 LABELS = {name: "muon" if name in MATRICES else "adamw" for name in SHAPES}
@@ -498,9 +587,14 @@ class Pair:
     @staticmethod
     def _made(groups: list[list[str]]) -> tuple[dict[str, nn.Parameter], mfx.Muon]:
         generator = torch.Generator().manual_seed(0)
-        params = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+        params = {
+            name: nn.Parameter(torch.randn(shape, generator=generator))
+            for name, shape in SHAPES.items()
+        }
         given = [{"params": [(name, params[name]) for name in names]} for names in groups]
-        return params, mfx.Muon(given, lr=0.1, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+        return params, mfx.Muon(
+            given, lr=0.1, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+        )
 
     def step(self) -> None:
         """Step on both, on the same gradients by name, and compare all that is kept by name."""
@@ -516,7 +610,9 @@ class Pair:
         saved, wanted = self.optimizer.state_dict(), self.twin.state_dict()
         assert_equal(self.params, self.twin_params)
         for name in SHAPES:
-            assert_equal(self.optimizer.state[self.params[name]], self.twin.state[self.twin_params[name]])
+            assert_equal(
+                self.optimizer.state[self.params[name]], self.twin.state[self.twin_params[name]]
+            )
             assert_equal(_saved_state(saved, name), _saved_state(wanted, name))
         for group in self.optimizer.param_groups:
             named = zip(group["param_names"], group["params"], strict=True)
@@ -544,7 +640,9 @@ def _shuffled(draw: st.DataObject, optimizer: torch.optim.Optimizer) -> None:
     for label in ("muon", "adamw"):
         own = [group for group in groups if group["label"] == label]
         all_params = [param for group in own for param in group["params"]]
-        params = [all_params[at] for at in draw.draw(st.permutations(range(len(all_params))), "params")]
+        params = [
+            all_params[at] for at in draw.draw(st.permutations(range(len(all_params))), "params")
+        ]
         for group in own:
             cut = len(params) if group is own[-1] else draw.draw(st.integers(0, len(params)), "cut")
             group["params"], params = params[:cut], params[cut:]
@@ -556,11 +654,15 @@ def test_names_and_state_follow_the_tensors_through_all_lists(draw: st.DataObjec
     pair = Pair([["a.weight", "b.weight", "a.bias"], ["c.weight", "b.bias", "c.bias"]])
     pair.step()
     for _ in range(2):
-        match draw.draw(st.sampled_from(["shuffle", "copy dicts", "replace list", "remove"]), "edit"):
+        match draw.draw(
+            st.sampled_from(["shuffle", "copy dicts", "replace list", "remove"]), "edit"
+        ):
             case "shuffle":
                 _shuffled(draw, pair.optimizer)
             case "copy dicts":
-                pair.optimizer.param_groups[:] = [dict(group) for group in pair.optimizer.param_groups]
+                pair.optimizer.param_groups[:] = [
+                    dict(group) for group in pair.optimizer.param_groups
+                ]
             case "replace list":
                 pair.optimizer.param_groups = list(reversed(pair.optimizer.param_groups))
             case "remove":
@@ -602,7 +704,9 @@ def test_new_tensors_take_the_places_of_the_former_ones_and_not_those_of_moved_o
     new = nn.Parameter(pair.params["b.weight"].detach().clone())
     a, _, c = muon["params"]
     muon["params"][:] = [c, a, new]
-    with pytest.raises(ValueError, match=r"'c\.weight' is listed 2 times .*takes the name of its place"):
+    with pytest.raises(
+        ValueError, match=r"'c\.weight' is listed 2 times .*takes the name of its place"
+    ):
         pair.optimizer.step()
     muon["params"][:] = [a, new, c]
     pair.params["b.weight"] = new
@@ -621,9 +725,21 @@ def test_a_momentum_is_followed_if_groups_are_replaced_and_their_transform_is_re
 
 Edit = Callable[[list[dict[str, Any]]], object]
 REFUSED: dict[str, tuple[Edit, type[Exception], str]] = {
-    "extended by itself": (lambda g: g.extend(g), ValueError, r"'a\.weight' is listed 2 times and would be updated"),
-    "popped": (lambda g: g.pop(), ValueError, r"3 of 6 parameters were removed, such as 'a\.bias': put them back"),
-    "a parameter popped": (lambda g: g[0]["params"].pop(), ValueError, r"1 of 6 .*, such as 'c\.weight'"),
+    "extended by itself": (
+        lambda g: g.extend(g),
+        ValueError,
+        r"'a\.weight' is listed 2 times and would be updated",
+    ),
+    "popped": (
+        lambda g: g.pop(),
+        ValueError,
+        r"3 of 6 parameters were removed, such as 'a\.bias': put them back",
+    ),
+    "a parameter popped": (
+        lambda g: g[0]["params"].pop(),
+        ValueError,
+        r"1 of 6 .*, such as 'c\.weight'",
+    ),
     "inserted": (
         lambda g: g.insert(0, {"params": [torch.ones(2)]}),
         ValueError,
@@ -644,20 +760,56 @@ REFUSED: dict[str, tuple[Edit, type[Exception], str]] = {
         ValueError,
         r"the group of 'a\.weight' \(label 'muon'\) has no 'momentum', .*set it \(it was 0\.95\)",
     ),
-    "lr is None": (lambda g: g[0].update(lr=None), TypeError, "'lr' in a group must be a number .*found None"),
-    "lr is text": (lambda g: g[0].update(lr="0.1"), ValueError, "'lr' in a group must be a number, found '0.1'"),
-    "lr is text of YAML": (lambda g: g[0].update(lr="1e-3"), ValueError, "found '1e-3': .* YAML reads .* 1.0e-3"),
-    "lr is True": (lambda g: g[0].update(lr=True), TypeError, "'lr' in a group must be a number .*found True"),
-    "lr is two numbers": (lambda g: g[0].update(lr=torch.ones(2)), ValueError, r"of one element, found shape \(2,\)"),
-    "lr is NaN": (lambda g: g[0].update(lr=float("nan")), ValueError, "'lr' in a group must be finite"),
-    "lr is negative": (lambda g: g[0].update(lr=-1.0), ValueError, "'lr' in a group must be at least 0, found -1"),
+    "lr is None": (
+        lambda g: g[0].update(lr=None),
+        TypeError,
+        "'lr' in a group must be a number .*found None",
+    ),
+    "lr is text": (
+        lambda g: g[0].update(lr="0.1"),
+        ValueError,
+        "'lr' in a group must be a number, found '0.1'",
+    ),
+    "lr is text of YAML": (
+        lambda g: g[0].update(lr="1e-3"),
+        ValueError,
+        "found '1e-3': .* YAML reads .* 1.0e-3",
+    ),
+    "lr is True": (
+        lambda g: g[0].update(lr=True),
+        TypeError,
+        "'lr' in a group must be a number .*found True",
+    ),
+    "lr is two numbers": (
+        lambda g: g[0].update(lr=torch.ones(2)),
+        ValueError,
+        r"of one element, found shape \(2,\)",
+    ),
+    "lr is NaN": (
+        lambda g: g[0].update(lr=float("nan")),
+        ValueError,
+        "'lr' in a group must be finite",
+    ),
+    "lr is negative": (
+        lambda g: g[0].update(lr=-1.0),
+        ValueError,
+        "'lr' in a group must be at least 0, found -1",
+    ),
     "two keys of one number": (
         lambda g: g[1].update(betas=(0.5, 0.95), momentum=0.6),
         ValueError,
         r"'betas' and 'momentum' in a group both set .*b1, to 0\.5 and 0\.6",
     ),
-    "one beta": (lambda g: g[1].update(betas=0.5), ValueError, r"'betas' in a group must be 2 numbers, found 0\.5"),
-    "a large beta": (lambda g: g[1].update(betas=(0.5, 1.5)), ValueError, r"'betas\[1\]' in a group must be"),
+    "one beta": (
+        lambda g: g[1].update(betas=0.5),
+        ValueError,
+        r"'betas' in a group must be 2 numbers, found 0\.5",
+    ),
+    "a large beta": (
+        lambda g: g[1].update(betas=(0.5, 1.5)),
+        ValueError,
+        r"'betas\[1\]' in a group must be",
+    ),
 }
 
 
@@ -679,8 +831,12 @@ def test_edits_that_cannot_be_followed_are_refused_before_anything_changes(edit:
     pair.step()
 
 
-@pytest.mark.parametrize(("where", "shape"), [("argument", ()), ("argument", (1, 1)), ("groups", (1,))])
-def test_a_tensor_of_one_element_is_a_number_that_schedulers_write_into(where: str, shape: tuple[int, ...]):
+@pytest.mark.parametrize(
+    ("where", "shape"), [("argument", ()), ("argument", (1, 1)), ("groups", (1,))]
+)
+def test_a_tensor_of_one_element_is_a_number_that_schedulers_write_into(
+    where: str, shape: tuple[int, ...]
+):
     rate = torch.full(shape, 0.1)
     models = [net() for _ in range(2)]
     options = {"momentum": 0.9, "weight_decay": 0.01, "betas": (0.8, 0.9)}
@@ -702,7 +858,9 @@ def test_a_tensor_of_one_element_is_a_number_that_schedulers_write_into(where: s
             scheduler.step()
         torch.testing.assert_close(params_of(models[0]), params_of(models[1]))
     assert all(float(group["lr"]) == pytest.approx(0.0125) for group in optimizer.param_groups)
-    assert [group["lr"].shape for group in optimizer.param_groups] == [shape if where == "groups" else ()] * 2
+    assert [group["lr"].shape for group in optimizer.param_groups] == [
+        shape if where == "groups" else ()
+    ] * 2
     again = mfx.Muon(copy.deepcopy(models[0]), lr=0.1, **options)
     again.load_state_dict(optimizer.state_dict())
     rates = [float(group["lr"]) for group in optimizer.param_groups]
@@ -730,12 +888,15 @@ GROUPS_OF_ITERATORS = {
 
 @pytest.mark.parametrize("groups_of", GROUPS_OF_ITERATORS.values(), ids=GROUPS_OF_ITERATORS)
 @pytest.mark.parametrize(
-    "make", [mfx.Muon, lambda groups, model: mfx.TransformOptimizer(groups, mfx.adamw(), model=model)]
+    "make",
+    [mfx.Muon, lambda groups, model: mfx.TransformOptimizer(groups, mfx.adamw(), model=model)],
 )
 def test_groups_may_have_iterators_as_in_torch(groups_of, make):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = make(groups_of(model), model=model)
-    assert {param for group in optimizer.param_groups for param in group["params"]} == {*model.parameters()}
+    assert {param for group in optimizer.param_groups for param in group["params"]} == {
+        *model.parameters()
+    }
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}
 
 
@@ -747,22 +908,33 @@ def test_an_optimizer_prints_its_numbers_and_at_most_ten_names_of_each_group():
     assert "9.weight and 10 more" in text
 
 
-@pytest.mark.parametrize(("key", "advice"), [("adamw_lr", "'lr'"), ("adamw_weight_decay", "'weight_decay'")])
+@pytest.mark.parametrize(
+    ("key", "advice"), [("adamw_lr", "'lr'"), ("adamw_weight_decay", "'weight_decay'")]
+)
 def test_an_argument_of_muon_in_a_group_is_warned_of(key: str, advice: str):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    labels = {name: "muon" if param.ndim == 2 else "adamw" for name, param in model.named_parameters()}
+    labels = {
+        name: "muon" if param.ndim == 2 else "adamw" for name, param in model.named_parameters()
+    }
     groups = [{"params": list(model.named_parameters()), "lr": 1e-4, key: 4e-4}]
-    with pytest.warns(UserWarning, match=f"'{key}' .* make a group of the parameters of AdamW, and give it {advice}"):
+    with pytest.warns(
+        UserWarning,
+        match=f"'{key}' .* make a group of the parameters of AdamW, and give it {advice}",
+    ):
         mfx.Muon(groups, lr=1e-3, labels=labels)
 
 
 def test_the_state_dict_of_adamw_is_refused_with_advice():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    labels = {name: "muon" if param.ndim == 2 else "adamw" for name, param in model.named_parameters()}
+    labels = {
+        name: "muon" if param.ndim == 2 else "adamw" for name, param in model.named_parameters()
+    }
     optimizer = mfx.Muon(model, labels=labels)
     saved = torch.optim.AdamW(model.parameters()).state_dict()
     advice = "if another optimizer saved it, such as AdamW, load the weights only, and start with a new state"
-    with pytest.raises(ValueError, match=rf"its groups have \[4\] parameters, expected \[2, 2\], .*{advice}"):
+    with pytest.raises(
+        ValueError, match=rf"its groups have \[4\] parameters, expected \[2, 2\], .*{advice}"
+    ):
         optimizer.load_state_dict(saved)
     with pytest.raises(ValueError, match=rf"no 'param_names' .* rename= needs names; {advice}"):
         optimizer.load_state_dict(saved, rename={"0": "layers.0"})
@@ -777,7 +949,9 @@ def test_a_state_dict_of_another_chain_or_model_is_refused_with_advice():
         mfx.TransformOptimizer(nn.Sequential(nn.Linear(4, 4)), mfx.adamw(0.1)),
     ]
     for optimizer in others:
-        with pytest.raises(ValueError, match=r"load_changed\(path, optimizer\).*a file of torch\.save"):
+        with pytest.raises(
+            ValueError, match=r"load_changed\(path, optimizer\).*a file of torch\.save"
+        ):
             optimizer.load_state_dict(saved)
 
 
@@ -797,7 +971,9 @@ def test_two_keys_of_one_number_follow_each_other_in_any_order_of_declaration():
         return mfx.core.EmptyState(), lambda u, s: (u * b1 + u * b2, s)
 
     param = nn.Parameter(torch.zeros(1))
-    optimizer = mfx.TransformOptimizer({"w": param}, mfx.chain(scale_by_decays(), mfx.scale_by_learning_rate(1.0)))
+    optimizer = mfx.TransformOptimizer(
+        {"w": param}, mfx.chain(scale_by_decays(), mfx.scale_by_learning_rate(1.0))
+    )
     (group,) = optimizer.param_groups
     for key, value, betas in (
         ("momentum", 0.75, (0.75, 0.25)),
@@ -819,7 +995,10 @@ def test_a_group_that_selects_no_parameter_is_warned_of():
     selected = [(name, param) for name, param in named if name.startswith("embed.")]
     groups = [{"params": named}, {"params": selected, "lr": 0.5}]
     labels = {name: "muon" if param.ndim == 2 else "adamw" for name, param in named}
-    for build in (partial(mfx.Muon, labels=labels), partial(mfx.TransformOptimizer, tx=mfx.adamw(1e-3))):
+    for build in (
+        partial(mfx.Muon, labels=labels),
+        partial(mfx.TransformOptimizer, tx=mfx.adamw(1e-3)),
+    ):
         with pytest.warns(UserWarning, match="group 1 has no parameters") as warned:
             build(groups, model=model)
         assert len(warned) == 1
@@ -836,14 +1015,21 @@ def groups_by_decay(model: torch.nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("is_model_given", [False, True])
 def test_a_group_that_may_be_empty_on_purpose_is_not_warned_of(is_model_given: bool):
     """Warnings are errors in these tests."""
-    without_biases = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    without_biases = torch.nn.Sequential(
+        torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    )
     with_frozen_biases = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     for layer in with_frozen_biases:
         layer.bias.requires_grad_(False)
     named = list(with_frozen_biases.named_parameters())
     by_rate = [
         {"params": [(name, param) for name, param in named if param.ndim == 2]},
-        {"params": [(name, param) for name, param in named if param.ndim < 2 and param.requires_grad], "lr": 1e-4},
+        {
+            "params": [
+                (name, param) for name, param in named if param.ndim < 2 and param.requires_grad
+            ],
+            "lr": 1e-4,
+        },
     ]
     for groups in (groups_by_decay(with_frozen_biases), by_rate):
         model = with_frozen_biases if is_model_given else None
@@ -855,8 +1041,14 @@ def test_a_group_that_may_be_empty_on_purpose_is_not_warned_of(is_model_given: b
 def test_groups_whose_parameters_an_engine_has_replaced_are_an_error_that_names_its_optimizer():
     model = torch.nn.Linear(4, 4)
     optimizer = mfx.Muon(model)
-    optimizer.param_groups[0]["params"] = [torch.zeros(16), torch.zeros(4), torch.zeros(2)]  # as DeepSpeed does
-    with pytest.raises(ValueError, match=r"and 3 params, expected 1.*muonfx\.engines\.deepspeed\.Muon"):
+    optimizer.param_groups[0]["params"] = [
+        torch.zeros(16),
+        torch.zeros(4),
+        torch.zeros(2),
+    ]  # as DeepSpeed does
+    with pytest.raises(
+        ValueError, match=r"and 3 params, expected 1.*muonfx\.engines\.deepspeed\.Muon"
+    ):
         optimizer.step()
 
 
@@ -887,12 +1079,16 @@ def test_one_rate_in_groups_that_were_made_with_different_rates_is_warned_of_onc
     assert _stepped(optimizer) == []
 
 
-@pytest.mark.parametrize("kind", ["equal at construction", "cosine", "cosine to one rate", "warmup", "plateau"])
+@pytest.mark.parametrize(
+    "kind", ["equal at construction", "cosine", "cosine to one rate", "warmup", "plateau"]
+)
 def test_schedulers_that_keep_the_ratio_of_rates_are_not_warned_of(kind: str):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = mfx.Muon(model, lr=1e-3, adamw_lr=1e-3 if kind == "equal at construction" else 4e-3)
     schedulers = torch.optim.lr_scheduler
-    scheduler: Any = schedulers.CosineAnnealingLR(optimizer, 5, eta_min=1e-5 if kind == "cosine to one rate" else 0.0)
+    scheduler: Any = schedulers.CosineAnnealingLR(
+        optimizer, 5, eta_min=1e-5 if kind == "cosine to one rate" else 0.0
+    )
     if kind == "warmup":
         scheduler = schedulers.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
     if kind == "plateau":
@@ -946,7 +1142,9 @@ def test_one_low_rate_after_a_load_of_two_rates_is_warned_of():
 
 def test_a_first_epoch_of_a_warmup_and_a_minimum_are_not_warned_of():
     optimizer = _muon_with_two_rates()
-    assert _stepped_at([1e-4] * 30, optimizer) == []  # as timm's warmup_lr_init, which lasts an epoch
+    assert (
+        _stepped_at([1e-4] * 30, optimizer) == []
+    )  # as timm's warmup_lr_init, which lasts an epoch
     optimizer.param_groups[0]["lr"] = 1e-3
     assert _stepped(optimizer) == []
     assert _stepped_at([1e-6] * 30, optimizer) == []  # as min_lr of ReduceLROnPlateau

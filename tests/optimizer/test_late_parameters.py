@@ -41,7 +41,9 @@ class Adapter(nn.Module):
         return self.base(x) + self.low(x)
 
 
-def messages_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, set_to_none: bool = True) -> list[str]:
+def messages_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, set_to_none: bool = True
+) -> list[str]:
     with warnings.catch_warnings(record=True, action="always") as caught:
         optimizer.zero_grad(set_to_none=set_to_none)
         model(torch.arange(8)).square().sum().backward()
@@ -157,9 +159,13 @@ def _tie(model: Tied) -> None:
 ORDINARY: dict[str, Callable[[Tied], object]] = {
     "tied": _tie,
     "frozen": lambda model: model.body.requires_grad_(False),
-    "assigned": lambda model: model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()}, assign=True),
+    "assigned": lambda model: model.load_state_dict(
+        {n: v.clone() for n, v in model.state_dict().items()}, assign=True
+    ),
     "another model": lambda model: Tied(is_tied=False),
-    "a frozen teacher": lambda model: setattr(model, "teacher", Tied(is_tied=False).requires_grad_(False)),
+    "a frozen teacher": lambda model: setattr(
+        model, "teacher", Tied(is_tied=False).requires_grad_(False)
+    ),
     "orthogonal": lambda model: parametrizations.orthogonal(nn.Linear(4, 4)),
     "wrapped": lambda model: setattr(model, "body", nn.Sequential(*model.body)),
 }

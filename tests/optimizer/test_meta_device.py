@@ -20,7 +20,9 @@ CHAINS: dict[str, Callable[[], mfx.Transform]] = {
     "adam": lambda: mfx.adamw(0.1, weight_decay=0.0),
     "state on owners": lambda: mfx.normuon(0.1, orthogonalize=mfx.orthogonalize(**EXACT)),
     "schedule_free": lambda: mfx.contrib.schedule_free(mfx.scale_by_learning_rate(0.1), 0.1),
-    "master_params": lambda: mfx.master_params(mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))),
+    "master_params": lambda: mfx.master_params(
+        mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
+    ),
 }
 
 
@@ -55,7 +57,9 @@ def load_weights(model: nn.Module) -> None:
         for name, param in model.named_parameters():
             weight: Tensor = weights[name]
             if isinstance(param, DTensor):
-                weight = distribute_tensor(weight, param.device_mesh, param.placements, src_data_rank=None)
+                weight = distribute_tensor(
+                    weight, param.device_mesh, param.placements, src_data_rank=None
+                )
             param.copy_(weight)
 
 
@@ -81,7 +85,15 @@ ORDERS = {
     "shard, optimizer, materialize": ["shard", "optimizer", "materialize"],
     "a state dict on meta": ["shard", "optimizer", "state_dict", "zero_grad", "materialize"],
     "materialized twice": ["shard", "optimizer", "materialize", "zero_grad", "materialize"],
-    "assigned after zero_grad": ["optimizer", "shard", "materialize", "zero_grad", "assign", "zero_grad", "assign"],
+    "assigned after zero_grad": [
+        "optimizer",
+        "shard",
+        "materialize",
+        "zero_grad",
+        "assign",
+        "zero_grad",
+        "assign",
+    ],
 }
 
 
@@ -135,7 +147,9 @@ def test_a_state_dict_is_saved_and_loaded_before_the_weights(here: Here):
     step_alike([(model, optimizer), (twin, twin_optimizer)])
 
 
-@pytest.mark.parametrize("between", ["nothing", "zero_grad", "state_dict", "param_groups", "cleared"])
+@pytest.mark.parametrize(
+    "between", ["nothing", "zero_grad", "state_dict", "param_groups", "cleared"]
+)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_model_is_materialized_twice_in_one_process(chain: str, between: str):
     model, twin = on_meta(), layers()

@@ -18,7 +18,9 @@ BF16 = torch.bfloat16
 def made(tx: mfx.Transform | None = None) -> tuple[nn.Linear, mfx.TransformOptimizer]:
     torch.manual_seed(0)
     model = nn.Linear(4, 4, dtype=BF16)
-    return model, mfx.TransformOptimizer(model, mfx.master_params(mfx.adamw(1e-3)) if tx is None else tx)
+    return model, mfx.TransformOptimizer(
+        model, mfx.master_params(mfx.adamw(1e-3)) if tx is None else tx
+    )
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, size: float = 1.0) -> None:
@@ -40,7 +42,9 @@ def _by_data(model: nn.Linear, values: dict[str, torch.Tensor]) -> None:
 
 CHANGES: dict[str, Callable[[nn.Linear, dict[str, torch.Tensor]], Any]] = {
     "load_state_dict": lambda model, values: model.load_state_dict(values),
-    "assign=True": lambda model, values: model.load_state_dict({n: v.clone() for n, v in values.items()}, assign=True),
+    "assign=True": lambda model, values: model.load_state_dict(
+        {n: v.clone() for n, v in values.items()}, assign=True
+    ),
     "in place": _in_place,
     "data": _by_data,
 }
@@ -86,7 +90,9 @@ def test_steps_alone_never_change_the_master_copy():
     state = tx.init(twin)
     for number in range(20):
         step(model, optimizer, size=0.25 + number)
-        updates, state = tx.update({n: torch.full_like(p, 0.25 + number) for n, p in twin.items()}, state, twin)
+        updates, state = tx.update(
+            {n: torch.full_like(p, 0.25 + number) for n, p in twin.items()}, state, twin
+        )
         twin = mfx.apply_updates(twin, updates)
     for name, param in model.named_parameters():
         torch.testing.assert_close(optimizer.transform_state.master[name], twin[name])
@@ -105,12 +111,17 @@ LOST: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("name", LOST)
 def test_a_decay_that_rounding_removes_is_warned_of(name: str, dtype: torch.dtype):
-    with pytest.warns(UserWarning, match=r"weight decay has no effect on 2 of 2 .* in float32 .*master_params\(tx\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"weight decay has no effect on 2 of 2 .* in float32 .*master_params\(tx\)",
+    ):
         LOST[name](nn.Linear(4, 4, dtype=dtype))
 
 
 def _assigned(model: nn.Linear) -> None:
-    model.load_state_dict({name: leaf.to(BF16) for name, leaf in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: leaf.to(BF16) for name, leaf in model.state_dict().items()}, assign=True
+    )
 
 
 CONVERTED: dict[str, tuple[str, Callable[[nn.Linear], Any]]] = {
@@ -183,7 +194,8 @@ KEPT: dict[str, Callable[[], Any]] = {
         nn.Linear(4, 4, dtype=BF16).requires_grad_(False), mfx.adamw(1e-3, weight_decay=0.1)
     ),
     "numbers on the meta device": lambda: mfx.TransformOptimizer(
-        nn.Linear(4, 4, dtype=BF16, device="meta"), mfx.as_tensors(mfx.adamw(1e-3, weight_decay=0.1), device="meta")
+        nn.Linear(4, 4, dtype=BF16, device="meta"),
+        mfx.as_tensors(mfx.adamw(1e-3, weight_decay=0.1), device="meta"),
     ),
 }
 
@@ -221,7 +233,9 @@ def test_updates_that_rounding_removes_are_warned_of_without_a_decay():
 
 def _made_of_fake_tensors() -> mfx.TransformOptimizer:
     with FakeTensorMode():
-        return mfx.TransformOptimizer(nn.Linear(4, 4, dtype=BF16), mfx.adamw(1e-6, weight_decay=0.0))
+        return mfx.TransformOptimizer(
+            nn.Linear(4, 4, dtype=BF16), mfx.adamw(1e-6, weight_decay=0.0)
+        )
 
 
 UPDATES_KEPT: dict[str, Callable[[], Any]] = {
@@ -231,19 +245,23 @@ UPDATES_KEPT: dict[str, Callable[[], Any]] = {
         {"w": nn.Parameter(torch.zeros(4, dtype=BF16))}, mfx.adamw(1e-6, weight_decay=0.0)
     ),
     "only a norm": lambda: mfx.TransformOptimizer(
-        nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16(), mfx.adamw(1e-3, weight_decay=0.0)
+        nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16(),
+        mfx.adamw(1e-3, weight_decay=0.0),
     ),
     "memory without values": lambda: mfx.TransformOptimizer(
         {"w": nn.Parameter(torch.full((4,), 1e30, dtype=BF16))}, mfx.adamw(1e-3, weight_decay=0.0)
     ),
     "an unknown transform": lambda: mfx.TransformOptimizer(
-        nn.Linear(4, 4, dtype=BF16), mfx.chain(mfx.scale_by_sign(), mfx.scale_by_learning_rate(1e-6))
+        nn.Linear(4, 4, dtype=BF16),
+        mfx.chain(mfx.scale_by_sign(), mfx.scale_by_learning_rate(1e-6)),
     ),
     "the meta device": lambda: mfx.TransformOptimizer(
         nn.Linear(4, 4, dtype=BF16, device="meta"), mfx.adamw(1e-6, weight_decay=0.0)
     ),
     "fake tensors": _made_of_fake_tensors,
-    "no elements": lambda: mfx.TransformOptimizer({"w": nn.Parameter(torch.ones(3, 0, 0, dtype=BF16))}, mfx.muon(1e-6)),
+    "no elements": lambda: mfx.TransformOptimizer(
+        {"w": nn.Parameter(torch.ones(3, 0, 0, dtype=BF16))}, mfx.muon(1e-6)
+    ),
 }
 
 

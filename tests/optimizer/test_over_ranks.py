@@ -89,7 +89,9 @@ def sharded(kind: str, here: Here) -> tuple[nn.Module, dict[str, Any]]:
     """A model under a kind of parallelism, and further arguments of the optimizer."""
     net = made()
     if kind == "ddp":
-        wrapped = DistributedDataParallel(net, process_group=here.group, find_unused_parameters=True)
+        wrapped = DistributedDataParallel(
+            net, process_group=here.group, find_unused_parameters=True
+        )
         return wrapped, {"layout": lambda named: sharding.replicated(named, here.group)}
     if kind in ("tp", "fsdp+tp"):
         tp = here.mesh if kind == "tp" else here.grid["inner"]
@@ -106,7 +108,13 @@ def labels(net: nn.Module) -> dict[str, str]:
     found = {}
     for name, param in net.named_parameters():
         name = name.removeprefix("module.")
-        found[name] = "stack" if param.ndim == 3 else "muon" if param.ndim == 2 and "embed" not in name else "adamw"
+        found[name] = (
+            "stack"
+            if param.ndim == 3
+            else "muon"
+            if param.ndim == 2 and "embed" not in name
+            else "adamw"
+        )
     return found
 
 
@@ -130,7 +138,9 @@ def chains(net: nn.Module) -> dict[str, mfx.Transform]:
         mfx.clip_by_global_norm(1.0),
         mfx.partition(
             {
-                "muon": mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(**EXACT), mfx.normalize_neurons()),
+                "muon": mfx.chain(
+                    mfx.momentum(0.9), mfx.orthogonalize(**EXACT), mfx.normalize_neurons()
+                ),
                 "stack": mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(**EXACT, view=stack)),
                 "adamw": mfx.scale_by_adam(),
             },
@@ -170,10 +180,14 @@ def whole(leaf: Any) -> Tensor:
 
 
 def close(found: Any, wanted: Tensor, what: str) -> None:
-    torch.testing.assert_close(whole(found), wanted.detach(), rtol=2e-5, atol=2e-5, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(
+        whole(found), wanted.detach(), rtol=2e-5, atol=2e-5, msg=lambda m: f"{what}: {m}"
+    )
 
 
-def train(net: nn.Module, optimizer: Any, steps: range, clip: float | None = None, scheduler: Any = None) -> None:
+def train(
+    net: nn.Module, optimizer: Any, steps: range, clip: float | None = None, scheduler: Any = None
+) -> None:
     for step in steps:
         tokens, targets = batch(step)
         optimizer.zero_grad()
@@ -197,7 +211,9 @@ def optimized(
 ) -> tuple[Any, Any]:
     """A model and its optimizer, sharded or (kind is None) in one process."""
     net, options = (made(), {}) if kind is None else sharded(kind, cast("Here", here))
-    return net, mfx.TransformOptimizer(groups_of(named(net), groups), chains(made())[chain], **options, **more)
+    return net, mfx.TransformOptimizer(
+        groups_of(named(net), groups), chains(made())[chain], **options, **more
+    )
 
 
 SIZES = {"fsdp": 2, "hsdp": 4, "tp": 2, "fsdp+tp": 4, "ddp": 2}
@@ -209,10 +225,14 @@ TRAININGS = [
 ]
 
 
-@pytest.mark.parametrize(("size", "kind", "chain", "groups", "clip"), [(SIZES[case[0]], *case) for case in TRAININGS])
+@pytest.mark.parametrize(
+    ("size", "kind", "chain", "groups", "clip"), [(SIZES[case[0]], *case) for case in TRAININGS]
+)
 @on_ranks()
 @quiet()
-def test_a_sharded_model_trains_as_a_whole_one(here: Here, kind: str, chain: str, groups: str, clip: float | None):
+def test_a_sharded_model_trains_as_a_whole_one(
+    here: Here, kind: str, chain: str, groups: str, clip: float | None
+):
     """With a scheduler, with chains that look at the whole tree, and with gradients that are clipped before a step."""
     pairs = [optimized(one, here, chain, groups) for one in (kind, None)]
     for net, optimizer in pairs:
@@ -291,7 +311,9 @@ def set_gradients(params: Any, wanted: Any, step: int, *, absent_here: bool = Fa
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
 @on_ranks(2)
 @quiet()
-def test_a_model_of_mixed_precision_has_the_steps_of_one_process(here: Here, reduce_dtype: torch.dtype):
+def test_a_model_of_mixed_precision_has_the_steps_of_one_process(
+    here: Here, reduce_dtype: torch.dtype
+):
     """The forward pass is in bfloat16. Parameters and gradients of the optimizer are shards in float32."""
     net = made()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -326,10 +348,15 @@ def test_plain_tensors_and_dtensors_on_several_meshes_go_together(here: Here):
         "tiny": (here.mesh, [Shard(0)]),
         "inner": (here.grid["inner"], [Shard(1)]),
     }
-    wanted = {name: nn.Parameter(torch.randn(1, 5) if name == "tiny" else torch.randn(6, 5)) for name in spread}
+    wanted = {
+        name: nn.Parameter(torch.randn(1, 5) if name == "tiny" else torch.randn(6, 5))
+        for name in spread
+    }
     params = {
         name: nn.Parameter(
-            distribute_tensor(leaf.detach(), *spread[name], src_data_rank=None) if spread[name] else leaf
+            distribute_tensor(leaf.detach(), *spread[name], src_data_rank=None)
+            if spread[name]
+            else leaf
         )
         for name, leaf in copy.deepcopy(wanted).items()
     }
@@ -339,7 +366,10 @@ def test_plain_tensors_and_dtensors_on_several_meshes_go_together(here: Here):
         set_gradients(params, wanted, step)
         optimizer.step()
         other.step()
-    for name, param in params.items():  # one process multiplies the five as one batch, which may round otherwise
+    for (
+        name,
+        param,
+    ) in params.items():  # one process multiplies the five as one batch, which may round otherwise
         close(param, wanted[name], name)
 
 
@@ -364,7 +394,9 @@ def test_a_group_added_later_keeps_the_state_of_others_though_owners_change(here
 def test_the_order_in_which_a_rank_gives_its_parameters_and_groups_does_not_matter(here: Here):
     net, _ = sharded("fsdp", here)
     params, order = list(named(net).items()), -1 if here.rank == 1 else 1
-    optimizer = mfx.TransformOptimizer(groups_of(dict(params[::order]), "two")[::order], chains(made())["by label"])
+    optimizer = mfx.TransformOptimizer(
+        groups_of(dict(params[::order]), "two")[::order], chains(made())["by label"]
+    )
     train(net, optimizer, range(3))
     optimizer.load_state_dict(optimizer.state_dict())
     assert_same((net, optimizer), alone(3))
@@ -376,7 +408,9 @@ def test_a_step_agrees_once_and_groups_add_no_exchange(here: Here):
     calls = []
     net, more = sharded("fsdp", here)
     for how in ("one", "two"):
-        optimizer = mfx.TransformOptimizer(groups_of(named(net), how), chains(made())["outer"], **more)
+        optimizer = mfx.TransformOptimizer(
+            groups_of(named(net), how), chains(made())["outer"], **more
+        )
         train(net, optimizer, range(1))
         with counting(here) as found:
             optimizer.step()
@@ -403,7 +437,10 @@ def test_where_nothing_is_sharded_no_rank_is_asked(here: Here):
 
 @pytest.mark.parametrize(
     ("rate", "kind", "message"),
-    [(-1.0, ValueError, "'lr' in a group must be at least 0"), (0.5, ShardingError, "learning_rate.*0.5 on rank 1")],
+    [
+        (-1.0, ValueError, "'lr' in a group must be at least 0"),
+        (0.5, ShardingError, "learning_rate.*0.5 on rank 1"),
+    ],
 )
 @on_ranks(2)
 @quiet()
@@ -429,7 +466,9 @@ def test_a_wrong_or_another_rate_on_one_rank_is_raised_on_all_and_changes_nothin
 @pytest.mark.parametrize("kind", ["fsdp", "replicated"])
 @on_ranks(2)
 @quiet()
-def test_a_closure_that_raises_on_one_rank_is_an_error_on_all_and_changes_nothing(here: Here, kind: str):
+def test_a_closure_that_raises_on_one_rank_is_an_error_on_all_and_changes_nothing(
+    here: Here, kind: str
+):
     """The other ranks do not wait for the timeout of the group, and a good step works afterwards."""
     if kind == "fsdp":
         net, optimizer = optimized("fsdp", here, groups="one")
@@ -447,7 +486,9 @@ def test_a_closure_that_raises_on_one_rank_is_an_error_on_all_and_changes_nothin
             raise KeyError("a batch")
         return torch.zeros(())
 
-    expected = (KeyError, "a batch") if here.rank == 1 else (ShardingError, "rank 1: KeyError: 'a batch'")
+    expected = (
+        (KeyError, "a batch") if here.rank == 1 else (ShardingError, "rank 1: KeyError: 'a batch'")
+    )
     with pytest.raises(expected[0], match=expected[1]):
         optimizer.step(closure)
     assert all(torch.equal(whole(param), before[name]) for name, param in params.items())
@@ -457,7 +498,9 @@ def test_a_closure_that_raises_on_one_rank_is_an_error_on_all_and_changes_nothin
 
 @on_ranks(3)
 @quiet()
-def test_a_parameter_of_another_dtype_on_one_rank_is_an_error_on_all_and_changes_nothing(here: Here):
+def test_a_parameter_of_another_dtype_on_one_rank_is_an_error_on_all_and_changes_nothing(
+    here: Here,
+):
     net = made()
     layout = sharding.replicated(dict(net.named_parameters()), here.group)
     optimizer = mfx.TransformOptimizer(net, chains(net)["outer"], layout=layout)
@@ -468,7 +511,9 @@ def test_a_parameter_of_another_dtype_on_one_rank_is_an_error_on_all_and_changes
         net.up.weight.data = net.up.weight.data.bfloat16()
     with pytest.raises(ShardingError) as caught:
         optimizer.step()
-    assert "'up.weight' is torch.float32 on rank 0 and torch.bfloat16 on rank 2" in str(caught.value)
+    assert "'up.weight' is torch.float32 on rank 0 and torch.bfloat16 on rank 2" in str(
+        caught.value
+    )
     if here.rank == 2:
         net.up.weight.data = before["up.weight"].clone()
     assert all(torch.equal(param, before[name]) for name, param in params.items())
@@ -516,19 +561,26 @@ def test_a_state_that_is_edited_wrongly_on_one_rank_is_an_error_of_the_step_on_a
         entries[key] = entries[key].double()
     optimizer.zero_grad()
     set_gradients(params, named(made()), 0)
-    with pytest.raises(ValueError if here.rank == 1 else ShardingError, match=r"of 'up\.weight' is .*torch\.float64"):
+    with pytest.raises(
+        ValueError if here.rank == 1 else ShardingError,
+        match=r"of 'up\.weight' is .*torch\.float64",
+    ):
         optimizer.step()
     assert all(torch.equal(whole(param), before[name]) for name, param in params.items())
 
 
 @on_ranks(2)
-def test_groups_that_are_edited_wrongly_on_one_rank_are_an_error_of_the_first_step_on_all(here: Here):
+def test_groups_that_are_edited_wrongly_on_one_rank_are_an_error_of_the_first_step_on_all(
+    here: Here,
+):
     net, optimizer = optimized("fsdp", here, groups="one")
     params = named(net)
     set_gradients(params, named(made()), 0)
     if here.rank == 1:
         optimizer.param_groups[0]["params"].pop()
-    with pytest.raises(ValueError if here.rank == 1 else ShardingError, match="parameters were removed, such as"):
+    with pytest.raises(
+        ValueError if here.rank == 1 else ShardingError, match="parameters were removed, such as"
+    ):
         optimizer.step()
 
 
@@ -544,11 +596,16 @@ def test_a_layout_for_dtensors_is_refused(here: Here):
 def test_copies_on_different_meshes_that_differ_are_an_error(here: Here):
     """One name for two parameters: on each row of the grid another, on the row's own mesh."""
     own = distribute_tensor(
-        torch.full((4, 3), float(here.rank // 2)), here.grid["inner"], [Shard(0)], src_data_rank=None
+        torch.full((4, 3), float(here.rank // 2)),
+        here.grid["inner"],
+        [Shard(0)],
+        src_data_rank=None,
     )
     both = distribute_tensor(torch.ones(4, 3), here.grid, [Shard(0), Shard(1)], src_data_rank=None)
     with pytest.raises(ShardingError, match="'own' has different meshes"):
-        mfx.TransformOptimizer({"own": nn.Parameter(own), "both": nn.Parameter(both)}, mfx.momentum())
+        mfx.TransformOptimizer(
+            {"own": nn.Parameter(own), "both": nn.Parameter(both)}, mfx.momentum()
+        )
 
 
 # ------------------------------------------------------------------------------------------------- saved and loaded
@@ -557,7 +614,9 @@ def test_copies_on_different_meshes_that_differ_are_an_error(here: Here):
 def local_leaves(optimizer: Any) -> list[Tensor]:
     leaves = [leaf for held in optimizer.state.values() for leaf in held.values()]
     return [
-        leaf.shard.data if isinstance(leaf, FlatShardTensor) else getattr(leaf, "_local_tensor", leaf)
+        leaf.shard.data
+        if isinstance(leaf, FlatShardTensor)
+        else getattr(leaf, "_local_tensor", leaf)
         for leaf in leaves
     ]
 
@@ -617,11 +676,22 @@ def load_and_go_on(here: Here, kind: str, path: Path, how: str) -> None:
     goes_on(net, optimizer)
 
 
-MOVES = [("fsdp", "hsdp"), ("hsdp", "fsdp"), ("fsdp", "fsdp+tp"), ("fsdp+tp", "tp"), ("ddp", "hsdp"), ("tp", "ddp")]
+MOVES = [
+    ("fsdp", "hsdp"),
+    ("hsdp", "fsdp"),
+    ("fsdp", "fsdp+tp"),
+    ("fsdp+tp", "tp"),
+    ("ddp", "hsdp"),
+    ("tp", "ddp"),
+]
 
 
-@pytest.mark.parametrize(("saver", "loader", "how"), [(*move, ("dcp", "ours")[i % 2]) for i, move in enumerate(MOVES)])
-def test_what_one_mesh_saves_another_loads(world: World, tmp_path: Path, saver: str, loader: str, how: str):
+@pytest.mark.parametrize(
+    ("saver", "loader", "how"), [(*move, ("dcp", "ours")[i % 2]) for i, move in enumerate(MOVES)]
+)
+def test_what_one_mesh_saves_another_loads(
+    world: World, tmp_path: Path, saver: str, loader: str, how: str
+):
     world.check(SIZES[saver], save, kind=saver, path=tmp_path / "saved", how=how)
     world.check(SIZES[loader], load_and_go_on, kind=loader, path=tmp_path / "saved", how=how)
 
@@ -649,7 +719,9 @@ def load_full(here: Here, kind: str, path: Path, how: str) -> None:
     """Load it on all ranks: each reads it, with torch's function or with our method, or rank 0 reads and sends it."""
     net, optimizer = optimized(kind, here)
     with_weights_of(net, 2)
-    saved = torch.load(path, weights_only=True) if how != "broadcast" or dist.get_rank() == 0 else {}
+    saved = (
+        torch.load(path, weights_only=True) if how != "broadcast" or dist.get_rank() == 0 else {}
+    )
     if how == "by our method":
         optimizer.load_state_dict(saved)
     else:
@@ -684,7 +756,9 @@ def rank_0_saves(here: Here, path: Path) -> None:
     train(net, optimizer, range(2))
     if here.rank == here.size - 1:
         found = optimizer.state_dict()
-        assert {type(leaf) for leaves in found["state"].values() for leaf in leaves.values()} == {torch.Tensor}
+        assert {type(leaf) for leaves in found["state"].values() for leaf in leaves.values()} == {
+            torch.Tensor
+        }
         torch.save(found, path)
     train(net, optimizer, range(2, 3))
     dist.barrier(here.group)
@@ -692,7 +766,11 @@ def rank_0_saves(here: Here, path: Path) -> None:
 
 def test_under_ddp_any_rank_alone_has_a_complete_state(world: World, tmp_path: Path):
     world.check(2, rank_0_saves, path=tmp_path / "saved")
-    for size, kind in ((2, "ddp"), (4, "ddp"), (2, "fsdp")):  # a whole tensor is good for any layout
+    for size, kind in (
+        (2, "ddp"),
+        (4, "ddp"),
+        (2, "fsdp"),
+    ):  # a whole tensor is good for any layout
         world.check(size, load_full, kind=kind, path=tmp_path / "saved", how="by our method")
 
 
@@ -706,9 +784,13 @@ def each_saves(here: Here, kind: str, path: Path) -> None:
     before = [leaf.clone() for leaf in leaves]
     for leaf in leaves:
         leaf.zero_()
-    with torch.serialization.safe_globals([_StridedShard]):  # torch 2.10 does not trust its own class
+    with torch.serialization.safe_globals(
+        [_StridedShard]
+    ):  # torch 2.10 does not trust its own class
         optimizer.load_state_dict(torch.load(f"{path}.{here.rank}", weights_only=True))
-    assert [leaf.data_ptr() for leaf in local_leaves(optimizer)] == [leaf.data_ptr() for leaf in leaves]
+    assert [leaf.data_ptr() for leaf in local_leaves(optimizer)] == [
+        leaf.data_ptr() for leaf in leaves
+    ]
     assert all(map(torch.equal, leaves, before))
     goes_on(net, optimizer)
 
@@ -727,17 +809,24 @@ def load_of_rank(here: Here, kind: str, path: Path, ranks: list[int]) -> None:
 
 
 @EVERY_KIND
-def test_every_rank_can_load_the_file_that_it_wrote(world: World, tmp_path: Path, kind: str, size: int):
+def test_every_rank_can_load_the_file_that_it_wrote(
+    world: World, tmp_path: Path, kind: str, size: int
+):
     world.check(size, each_saves, kind=kind, path=tmp_path / "saved")
 
 
 def test_what_another_rank_had_of_a_sharded_state_is_refused_by_name(world: World, tmp_path: Path):
     world.check(2, each_saves, kind="fsdp", path=tmp_path / "saved")
-    first, second = errors_of(world.run(2, load_of_rank, kind="fsdp", path=tmp_path / "saved", ranks=[0, 0]))
+    first, second = errors_of(
+        world.run(2, load_of_rank, kind="fsdp", path=tmp_path / "saved", ranks=[0, 0])
+    )
     assert isinstance(second, ValueError)
     assert isinstance(first, ShardingError)
     for error in (first, second):
-        assert "'back.weight': 'muon.momentum.trace' is the shard of the rank at position (0,)" in str(error)
+        assert (
+            "'back.weight': 'muon.momentum.trace' is the shard of the rank at position (0,)"
+            in str(error)
+        )
         assert "expected position (1,)" in str(error)
 
 
@@ -745,7 +834,9 @@ def test_replicas_may_load_one_anothers_file(world: World, tmp_path: Path):
     """Under HSDP ranks 0 and 2, and 1 and 3, hold the same."""
     world.check(4, each_saves, kind="hsdp", path=tmp_path / "saved")
     world.check(4, load_of_rank, kind="hsdp", path=tmp_path / "saved", ranks=[2, 1, 0, 1])
-    for error in errors_of(world.run(4, load_of_rank, kind="hsdp", path=tmp_path / "saved", ranks=[1, 0, 3, 2])):
+    for error in errors_of(
+        world.run(4, load_of_rank, kind="hsdp", path=tmp_path / "saved", ranks=[1, 0, 3, 2])
+    ):
         assert "is the shard of the rank at position" in str(error)
 
 
@@ -759,7 +850,10 @@ def test_a_rank_that_comes_alone_is_told_and_disturbs_nobody(here: Here, what: s
     train(net, optimizer, range(1))
     saved = optimizer.state_dict()
     kept = waiting._timeout, waiting.PATIENCE
-    waiting._timeout, waiting.PATIENCE = (lambda group: timedelta(seconds=1.5)), timedelta(seconds=0.2)
+    waiting._timeout, waiting.PATIENCE = (
+        (lambda group: timedelta(seconds=1.5)),
+        timedelta(seconds=0.2),
+    )
     try:
         if here.rank == 0:
             called = "state_dict()" if what == "save" else "load_state_dict()"
@@ -767,9 +861,15 @@ def test_a_rank_that_comes_alone_is_told_and_disturbs_nobody(here: Here, what: s
                 warnings.simplefilter("always")
                 given = saved if what == "load" else {**saved, "state": {}}
                 with pytest.raises(ShardingError) as error:
-                    _ = optimizer.state_dict() if what == "save" else optimizer.load_state_dict(given)
+                    _ = (
+                        optimizer.state_dict()
+                        if what == "save"
+                        else optimizer.load_state_dict(given)
+                    )
             assert f"all ranks must call {called} together, but rank 1 did not" in str(error.value)
-            files = [one.filename for one in caught if f"{called} waits for rank 1" in str(one.message)]
+            files = [
+                one.filename for one in caught if f"{called} waits for rank 1" in str(one.message)
+            ]
             assert files == [__file__], files
     finally:
         waiting._timeout, waiting.PATIENCE = kept
@@ -780,11 +880,14 @@ def test_a_rank_that_comes_alone_is_told_and_disturbs_nobody(here: Here, what: s
 
 
 @pytest.mark.parametrize(
-    ("size", "kind", "is_alone"), [(2, "ddp", True), (2, "ddp", False), (4, "hsdp", False), (2, "fsdp", False)]
+    ("size", "kind", "is_alone"),
+    [(2, "ddp", True), (2, "ddp", False), (4, "hsdp", False), (2, "fsdp", False)],
 )
 @on_ranks()
 @quiet()
-def test_ranks_with_states_of_different_moments_are_told_at_the_next_step(here: Here, kind: str, is_alone: bool):
+def test_ranks_with_states_of_different_moments_are_told_at_the_next_step(
+    here: Here, kind: str, is_alone: bool
+):
     """Rank 1 loads an older state than the others load; under DDP it may load alone."""
     net, optimizer = optimized(kind, here)
     found = []
@@ -795,9 +898,15 @@ def test_ranks_with_states_of_different_moments_are_told_at_the_next_step(here: 
         optimizer.load_state_dict(found[0 if here.rank == 1 else 1])
     if here.rank == 1 and is_alone:
         for index, leaves in optimizer.state_dict()["state"].items():
-            assert all(torch.equal(leaf, found[0]["state"][index][key]) for key, leaf in leaves.items())
+            assert all(
+                torch.equal(leaf, found[0]["state"][index][key]) for key, leaf in leaves.items()
+            )
     before = {name: whole(param).clone() for name, param in named(net).items()}
-    problem = "rank 1: loaded since the last step" if is_alone else r"count' is 2 of torch\.int64 on rank 0 and 1 of"
+    problem = (
+        "rank 1: loaded since the last step"
+        if is_alone
+        else r"count' is 2 of torch\.int64 on rank 0 and 1 of"
+    )
     with pytest.raises(ShardingError, match=problem):
         optimizer.step()
     assert all(torch.equal(whole(param), before[name]) for name, param in named(net).items())

@@ -120,8 +120,12 @@ def by_load_changed(old: Any, new: Any) -> None:
     mfx.checkpoint.load_changed(mfx.checkpoint.save(tempfile.mkdtemp(), old), new)
 
 
-@pytest.mark.parametrize("resume", [by_torch_save, by_torch_dcp, by_optimizer_checkpoint, by_load_changed])
-def test_a_number_of_a_schedule_that_was_written_into_the_groups_comes_from_the_file(resume: Callable[..., None]):
+@pytest.mark.parametrize(
+    "resume", [by_torch_save, by_torch_dcp, by_optimizer_checkpoint, by_load_changed]
+)
+def test_a_number_of_a_schedule_that_was_written_into_the_groups_comes_from_the_file(
+    resume: Callable[..., None],
+):
     old = optimizer_for(mfx.adamw(cosine(1.0, 100), weight_decay=0.0), steps=1)
     old.param_groups[0][f"{RATE}.peak"] = 0.5
     step(old)
@@ -136,7 +140,9 @@ def test_a_written_number_of_a_schedule_that_has_changed_comes_from_the_code():
     old = optimizer_for(mfx.adamw(cosine(1.0, 100), weight_decay=0.0), steps=1)
     old.param_groups[0][f"{RATE}.peak"] = 0.5
     new = optimizer_for(mfx.adamw(cosine(1.0, 200)))
-    with pytest.warns(UserWarning, match="peak=0.5.*in the file, .*peak=1.0.*in the code; the code's is"):
+    with pytest.warns(
+        UserWarning, match="peak=0.5.*in the file, .*peak=1.0.*in the code; the code's is"
+    ):
         new.load_state_dict(old.state_dict())
     assert new.param_groups[0][f"{RATE}.peak"] == 1.0
 
@@ -177,7 +183,9 @@ def test_a_table_of_rates_is_compared_where_a_flattened_state_dict_has_no_code_o
         saved = get_optimizer_state_dict(*linear_with([1.0, 2.0, 4.0]), options=options)
         with warnings.catch_warnings(record=True, action="always") as caught:
             set_optimizer_state_dict(*linear_with(rates), saved, options=options)
-        messages = [str(warning.message) for warning in caught if "other numbers" in str(warning.message)]
+        messages = [
+            str(warning.message) for warning in caught if "other numbers" in str(warning.message)
+        ]
         assert len(messages) == count
         assert all("learning_rate.rates: " in message for message in messages)
         assert all("the code's is used" in message for message in messages)
@@ -209,12 +217,16 @@ def test_a_tensor_under_two_keys_of_a_group_may_be_two_tensors_in_a_file(how: st
     assert group["momentum"] is group["betas"][0]
     assert group["momentum"] == 0.25
     rates = step(new), step(old)
-    assert rates[0] == pytest.approx(rates[1], rel=1e-2)  # a checkpoint without params has the weights of the code
+    assert rates[0] == pytest.approx(
+        rates[1], rel=1e-2
+    )  # a checkpoint without params has the weights of the code
 
 
 @pytest.mark.parametrize("how", ["a checkpoint", "torch.save"])
 @pytest.mark.filterwarnings("ignore:.*was saved with other numbers")
-def test_a_scheduler_may_write_the_momentum_between_a_load_and_the_first_step(how: str, tmp_path: Path):
+def test_a_scheduler_may_write_the_momentum_between_a_load_and_the_first_step(
+    how: str, tmp_path: Path
+):
     """As OneCycleLR does under gradient accumulation, or if it is created after the load, with ``last_epoch``."""
     old, new = optimizer_for(mfx.adamw(0.1)), optimizer_for(mfx.adamw(0.1))
     old.param_groups[0]["momentum"] = 0.5
@@ -233,14 +245,23 @@ def test_a_scheduler_may_write_the_momentum_between_a_load_and_the_first_step(ho
 def test_numbers_of_numpy_are_saved_as_numbers_of_python(how: str, number: Any, tmp_path: Path):
     """Scripts set ``group["lr"] = schedule[step]`` from an array."""
     old, new = optimizer_for(mfx.adamw(0.1)), optimizer_for(mfx.adamw(0.1))
-    old.param_groups[0].update(lr=number, betas=(number, 0.75), initial_lr=number, layer=np.int64(3))
+    old.param_groups[0].update(
+        lr=number, betas=(number, 0.75), initial_lr=number, layer=np.int64(3)
+    )
     if how == "a checkpoint":
         mfx.checkpoint.load(mfx.checkpoint.save(tmp_path / "saved", old), new)
     else:
         by_torch_save(old, new)
     (group,) = new.param_groups
-    assert (group["lr"], group["betas"], group["initial_lr"], group["layer"]) == (0.25, (0.25, 0.75), 0.25, 3)
-    assert {type(value) for value in (group["lr"], group["momentum"], group["initial_lr"])} == {float}
+    assert (group["lr"], group["betas"], group["initial_lr"], group["layer"]) == (
+        0.25,
+        (0.25, 0.75),
+        0.25,
+        3,
+    )
+    assert {type(value) for value in (group["lr"], group["momentum"], group["initial_lr"])} == {
+        float
+    }
 
 
 @pytest.mark.filterwarnings("ignore:.*was saved with other numbers")
@@ -274,14 +295,20 @@ def test_numbers_in_groups_come_from_a_state_dict_and_are_reported(key: str, as_
     assert messages_of("torch.save", old, same) == []
 
 
-@pytest.mark.parametrize(("key", "number"), [("learning_rate", 0.25), ("weight_decay", 0.5), ("b1", 0.5)])
+@pytest.mark.parametrize(
+    ("key", "number"), [("learning_rate", 0.25), ("weight_decay", 0.5), ("b1", 0.5)]
+)
 def test_numbers_come_from_the_code_with_a_checkpoint_and_are_reported(key: str, number: float):
-    old = optimizer_for(mfx.adamw(**{"learning_rate": 0.1, "weight_decay": 0.1, key: number}), steps=1)
+    old = optimizer_for(
+        mfx.adamw(**{"learning_rate": 0.1, "weight_decay": 0.1, key: number}), steps=1
+    )
     new = optimizer_for(mfx.adamw(0.1, weight_decay=0.1))
     before = {name: value for name, value in new.param_groups[0].items() if name != "params"}
     (message,) = messages_of("mfx.checkpoint", old, new)
     assert str(number) in message or "inspect" in message
-    assert before == {name: value for name, value in new.param_groups[0].items() if name != "params"}
+    assert before == {
+        name: value for name, value in new.param_groups[0].items() if name != "params"
+    }
 
 
 def test_a_rate_that_a_torch_scheduler_has_set_is_reported_by_a_checkpoint():
@@ -340,7 +367,9 @@ def lowered_for_averages(optimizer: Any) -> None:
     scheduler.step()
 
 
-@pytest.mark.parametrize("resume", [by_torch_save, by_torch_dcp, by_optimizer_checkpoint, by_load_changed])
+@pytest.mark.parametrize(
+    "resume", [by_torch_save, by_torch_dcp, by_optimizer_checkpoint, by_load_changed]
+)
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("lower", [lowered_by_the_user, lowered_on_a_plateau, lowered_for_averages])
 def test_a_number_that_the_saved_run_has_changed_is_no_change_of_the_code(
@@ -350,7 +379,12 @@ def test_a_number_that_the_saved_run_has_changed_is_no_change_of_the_code(
         tx = mfx.adamw(rate)
         return optimizer_for(mfx.as_tensors(tx) if as_tensor else tx)
 
-    first, second, third, changed = created(0.1), optimizer_for(mfx.adamw(0.1)), created(0.1), created(0.2)
+    first, second, third, changed = (
+        created(0.1),
+        optimizer_for(mfx.adamw(0.1)),
+        created(0.1),
+        created(0.2),
+    )
     step(first)
     lower(first)
     with warnings.catch_warnings(action="error"):
@@ -372,7 +406,9 @@ def with_key_of_all_labels(optimizer: mfx.Muon) -> mfx.Muon:
 
 
 @pytest.mark.parametrize("edit", [copy.deepcopy, copied_by_pickle, with_key_of_all_labels])
-def test_the_numbers_of_the_code_stay_in_copies_and_under_other_keys(edit: Callable[[mfx.Muon], mfx.Muon]):
+def test_the_numbers_of_the_code_stay_in_copies_and_under_other_keys(
+    edit: Callable[[mfx.Muon], mfx.Muon],
+):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(False)
     model[1].requires_grad_()
     optimizer = mfx.Muon(model, weight_decay=0.1, adamw_weight_decay=0.0)
@@ -394,7 +430,9 @@ def test_a_group_of_an_earlier_version_has_no_numbers_of_the_code():
     lowered_by_the_user(old)
     saved = old.state_dict()
     del saved["param_groups"][0]["numbers_in_code"]
-    with pytest.warns(UserWarning, match=r"lr: 0\.05 in the file, 0\.1 in the code; the file's is used"):
+    with pytest.warns(
+        UserWarning, match=r"lr: 0\.05 in the file, 0\.1 in the code; the file's is used"
+    ):
         optimizer_for(mfx.adamw(0.1)).load_state_dict(saved)
 
 
@@ -406,12 +444,16 @@ def test_counts_and_moments_come_from_the_file(how: str):
         assert torch.equal(a, b)
 
 
-def test_a_checkpoint_of_groups_with_different_rates_warns_of_a_rate_that_has_changed(tmp_path: Path):
+def test_a_checkpoint_of_groups_with_different_rates_warns_of_a_rate_that_has_changed(
+    tmp_path: Path,
+):
     """`transform` has one rate, that of the first group."""
 
     def optimizer_of(rates: tuple[float, float]) -> mfx.TransformOptimizer:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        groups = [{"params": list(model[i].named_parameters(str(i))), "lr": rates[i]} for i in range(2)]
+        groups = [
+            {"params": list(model[i].named_parameters(str(i))), "lr": rates[i]} for i in range(2)
+        ]
         return mfx.TransformOptimizer(groups, mfx.adamw(1e-3))
 
     saved = optimizer_of((0.1, 0.2))
@@ -437,7 +479,9 @@ def test_numbers_of_parameters_that_a_file_format_made_texts_are_read():
 def test_state_that_no_group_lists_is_an_error_and_loads_nothing():
     saved = optimizer_for(mfx.adamw(0.01), steps=2).state_dict()
     optimizer = optimizer_for(mfx.adamw(0.01))
-    with pytest.raises(ValueError, match=r"has the keys 7, 'extra', expected only items of 'params'"):
+    with pytest.raises(
+        ValueError, match=r"has the keys 7, 'extra', expected only items of 'params'"
+    ):
         optimizer.load_state_dict({**saved, "state": {**saved["state"], 7: {}, "extra": {}}})
     assert optimizer.transform_state["scale_by_adam"].count.item() == 0
 
@@ -464,7 +508,10 @@ def test_a_count_of_zero_gives_way_to_the_count_of_other_parameters(first: int, 
 
 def test_two_values_of_a_count_are_an_error_and_load_nothing():
     optimizer, saved = saved_with_counts(3, 2)
-    with pytest.raises(ValueError, match=r"'scale_by_adam.count' is 2, and 3 for others, but all parameters share it"):
+    with pytest.raises(
+        ValueError,
+        match=r"'scale_by_adam.count' is 2, and 3 for others, but all parameters share it",
+    ):
         optimizer.load_state_dict(saved)
     (param, *_) = optimizer.param_groups[0]["params"]
     assert optimizer.state[param]["scale_by_adam.count"] == 0
@@ -473,7 +520,9 @@ def test_two_values_of_a_count_are_an_error_and_load_nothing():
 def test_nan_that_all_parameters_share_is_loaded():
     def created() -> mfx.TransformOptimizer:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        return mfx.TransformOptimizer(model, mfx.chain(mfx.adamw(0.1), mfx.contrib.reduce_on_plateau(0.5, 1)))
+        return mfx.TransformOptimizer(
+            model, mfx.chain(mfx.adamw(0.1), mfx.contrib.reduce_on_plateau(0.5, 1))
+        )
 
     optimizer, saved = created(), created().state_dict()
     for entries in saved["state"].values():
@@ -486,10 +535,14 @@ def test_a_resumed_run_takes_rates_that_are_multiplied_in_the_groups_and_the_sch
     """The pages on Lightning and accelerate advise it."""
 
     def created() -> tuple[mfx.Muon, lr_scheduler.CosineAnnealingLR]:
-        optimizer = mfx.Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=1e-3, adamw_lr=4e-3)
+        optimizer = mfx.Muon(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=1e-3, adamw_lr=4e-3
+        )
         return optimizer, lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
-    def rates_of_five_steps(optimizer: mfx.Muon, scheduler: lr_scheduler.CosineAnnealingLR) -> list[float]:
+    def rates_of_five_steps(
+        optimizer: mfx.Muon, scheduler: lr_scheduler.CosineAnnealingLR
+    ) -> list[float]:
         rates: list[float] = []
         for _ in range(5):
             for group in optimizer.param_groups:

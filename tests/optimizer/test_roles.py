@@ -62,37 +62,59 @@ def test_numbers_by_role_equal_a_partition_by_hand(head: Any):
     params, labels = params_of(Net()), default_labels(Net(), roles=True)
     rates = {**RATES, "head": head}
     for given, decays in ((DECAYS, DECAYS), (0.1, dict.fromkeys(RATES, 0.1))):
-        tx = mfx.muon_with_adamw(0.02, rates, adamw_weight_decay=given, labels=labels, orthogonalize=FP32)
+        tx = mfx.muon_with_adamw(
+            0.02, rates, adamw_weight_decay=given, labels=labels, orthogonalize=FP32
+        )
         assert_same(trained(tx, params), trained(by_hand(labels, rates, decays), params))
     tx = mfx.muon_with_adamw(0.02, adamw_weight_decay=DECAYS, labels=labels, orthogonalize=FP32)
-    assert_same(trained(tx, params), trained(by_hand(labels, dict.fromkeys(DECAYS, 0.02), DECAYS), params))
+    assert_same(
+        trained(tx, params), trained(by_hand(labels, dict.fromkeys(DECAYS, 0.02), DECAYS), params)
+    )
 
 
 def test_equal_numbers_by_role_equal_one_number():
     params = params_of(Net())
     one = mfx.muon_with_adamw(0.02, 0.01, labels=default_labels(Net()), orthogonalize=FP32)
     roles = default_labels(Net(), roles=True)
-    several = mfx.muon_with_adamw(0.02, dict.fromkeys(RATES, 0.01), labels=roles, orthogonalize=FP32)
+    several = mfx.muon_with_adamw(
+        0.02, dict.fromkeys(RATES, 0.01), labels=roles, orthogonalize=FP32
+    )
     assert_same(trained(several, params), trained(one, params))
     assert pickle.loads(pickle.dumps(several)) == several
 
 
 def test_labels_of_your_own_have_their_numbers():
     labels = {"a": "hidden", "b": "slow", "c": "fast", "d": None}
-    tx = mfx.muon_with_adamw(0.02, {"slow": 0.1, "fast": 1.0}, labels=labels, adamw_weight_decay=0.0)
+    tx = mfx.muon_with_adamw(
+        0.02, {"slow": 0.1, "fast": 1.0}, labels=labels, adamw_weight_decay=0.0
+    )
     updates, _ = tx.update(ones := {name: torch.ones(2, 2) for name in labels}, tx.init(ones), ones)
     assert updates["d"] is None
     assert torch.allclose(10 * updates["b"], updates["c"])
 
 
 ROLES = default_labels(Net(), roles=True)
-EXPECTED = r"expected one for each label of AdamW's parameters .*, 'embedding', 'head', 'vector': correct"
+EXPECTED = (
+    r"expected one for each label of AdamW's parameters .*, 'embedding', 'head', 'vector': correct"
+)
 NO_ROLE = r"'muon' is no role, expected 'hidden' .*: give labels=muonfx.default_labels\(model, roles=True\)"
 WRONG = [
-    ({"labels": ROLES}, r"parameters have the labels 'embedding', .*, expected 'muon', 'adamw' or None: change .*"),
-    ({"rates": {"embedding": 0.3, "vector": 0.1}, "labels": ROLES}, rf"has numbers for .*, 'vector', {EXPECTED}"),
-    ({"rates": RATES | {"other": 0.1}, "labels": ROLES}, rf"has numbers for .*, 'other', {EXPECTED}"),
-    ({"rates": RATES | {"hidden": 0.1}, "labels": ROLES}, rf"has numbers for .*, 'hidden', {EXPECTED}"),
+    (
+        {"labels": ROLES},
+        r"parameters have the labels 'embedding', .*, expected 'muon', 'adamw' or None: change .*",
+    ),
+    (
+        {"rates": {"embedding": 0.3, "vector": 0.1}, "labels": ROLES},
+        rf"has numbers for .*, 'vector', {EXPECTED}",
+    ),
+    (
+        {"rates": RATES | {"other": 0.1}, "labels": ROLES},
+        rf"has numbers for .*, 'other', {EXPECTED}",
+    ),
+    (
+        {"rates": RATES | {"hidden": 0.1}, "labels": ROLES},
+        rf"has numbers for .*, 'hidden', {EXPECTED}",
+    ),
     (
         {"rates": {"embeding": 0.3, "head": 0.01, "vector": 0.02}, "labels": ROLES},
         rf"has numbers for 'embeding', .*, {EXPECTED}",
@@ -115,7 +137,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("given", "message"), WRONG)
-def test_labels_and_numbers_that_do_not_fit_are_an_error_before_init(given: dict[str, Any], message: str):
+def test_labels_and_numbers_that_do_not_fit_are_an_error_before_init(
+    given: dict[str, Any], message: str
+):
     labels, rates, decays = given["labels"], given.get("rates"), given.get("decays", 0.1)
     with pytest.raises(ValueError, match=f"^muon_with_adamw: .*{message}"):
         mfx.muon_with_adamw(0.02, rates, adamw_weight_decay=decays, labels=labels)
@@ -124,9 +148,14 @@ def test_labels_and_numbers_that_do_not_fit_are_an_error_before_init(given: dict
 
 
 def test_a_number_of_another_type_is_an_error_that_names_its_role():
-    with pytest.raises(TypeError, match=r"^muon_with_adamw: adamw_learning_rate\['head'\] must be a number .*'fast'"):
+    with pytest.raises(
+        TypeError,
+        match=r"^muon_with_adamw: adamw_learning_rate\['head'\] must be a number .*'fast'",
+    ):
         mfx.muon_with_adamw(0.02, {**RATES, "head": "fast"}, labels=ROLES)  # pyright: ignore
-    with pytest.raises(TypeError, match=r"^Muon: adamw_weight_decay\['head'\] must be a number .*None"):
+    with pytest.raises(
+        TypeError, match=r"^Muon: adamw_weight_decay\['head'\] must be a number .*None"
+    ):
         mfx.Muon(Net(), adamw_weight_decay={**RATES, "head": None})  # pyright: ignore
 
 
@@ -134,13 +163,22 @@ def test_labels_by_a_function_are_checked_when_they_are_known():
     for labels in (default_labels, default_labels_by_name):
         for rates in (RATES, {"muon": 0.02, "adamw": 0.01}, {"adamw": 0.01}):
             with pytest.raises(
-                ValueError, match=f"^muon_with_adamw: adamw_learning_rate has numbers by role.*{NO_ROLE}"
+                ValueError,
+                match=f"^muon_with_adamw: adamw_learning_rate has numbers by role.*{NO_ROLE}",
             ):
                 mfx.muon_with_adamw(0.02, rates, labels=labels)
-    with pytest.raises(ValueError, match=NO_ROLE):  # the labels are not known yet, but AdamW would train "muon"
-        mfx.muon_with_adamw(0.02, {"muon": 0.02, "adamw": 0.01}, labels=lambda p: default_labels_by_name(p))
-    tx = mfx.muon_with_adamw(0.02, {"embedding": 0.3}, labels=lambda p: default_labels_by_name(p, roles=True))
-    with pytest.raises(ValueError, match=r"has the label '.*', expected a label that has .*, 'embedding', 'hidden'"):
+    with pytest.raises(
+        ValueError, match=NO_ROLE
+    ):  # the labels are not known yet, but AdamW would train "muon"
+        mfx.muon_with_adamw(
+            0.02, {"muon": 0.02, "adamw": 0.01}, labels=lambda p: default_labels_by_name(p)
+        )
+    tx = mfx.muon_with_adamw(
+        0.02, {"embedding": 0.3}, labels=lambda p: default_labels_by_name(p, roles=True)
+    )
+    with pytest.raises(
+        ValueError, match=r"has the label '.*', expected a label that has .*, 'embedding', 'hidden'"
+    ):
         tx.init(params_of(Net()))
 
 
@@ -148,13 +186,22 @@ def test_muon_has_a_group_for_each_role_whose_rate_a_scheduler_changes():
     model = Net()
     optimizer = mfx.Muon(model, 0.02, adamw_lr=RATES, adamw_weight_decay=DECAYS, orthogonalize=FP32)
     assert [group["label"] for group in optimizer.param_groups] == ["hidden", *RATES]
-    assert {group["label"]: group["lr"] for group in optimizer.param_groups} == {"hidden": 0.02, **RATES}
-    assert {group["label"]: group["weight_decay"] for group in optimizer.param_groups} == {"hidden": 0.1, **DECAYS}
+    assert {group["label"]: group["lr"] for group in optimizer.param_groups} == {
+        "hidden": 0.02,
+        **RATES,
+    }
+    assert {group["label"]: group["weight_decay"] for group in optimizer.param_groups} == {
+        "hidden": 0.1,
+        **DECAYS,
+    }
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     model(torch.arange(16)).square().sum().backward()
     optimizer.step()
     scheduler.step()
-    assert [group["lr"] for group in optimizer.param_groups] == [0.01, *(rate / 2 for rate in RATES.values())]
+    assert [group["lr"] for group in optimizer.param_groups] == [
+        0.01,
+        *(rate / 2 for rate in RATES.values()),
+    ]
 
 
 def test_muon_steps_like_the_recipe_and_loads_its_state():
@@ -184,10 +231,17 @@ def test_muon_steps_like_the_recipe_and_loads_its_state():
 def test_parameters_that_muon_gets_later_have_the_rate_of_their_role():
     model = Net()
     optimizer = mfx.Muon(model, 0.02, adamw_lr=RATES)
-    late = {"late.weight": nn.Parameter(torch.zeros(4, 4)), "late.bias": nn.Parameter(torch.zeros(4))}
+    late = {
+        "late.weight": nn.Parameter(torch.zeros(4, 4)),
+        "late.bias": nn.Parameter(torch.zeros(4)),
+    }
     with pytest.warns(UserWarning, match="saw names and shapes"):
         optimizer.add_param_group({"params": late})
-    found = {name: group["label"] for group in optimizer.param_groups for name in group["param_names"]}
+    found = {
+        name: group["label"] for group in optimizer.param_groups for name in group["param_names"]
+    }
     assert (found["late.weight"], found["late.bias"]) == ("hidden", "vector")
-    with pytest.raises(ValueError, match=r"'router.weight' has the label 'other', expected a label that has"):
+    with pytest.raises(
+        ValueError, match=r"'router.weight' has the label 'other', expected a label that has"
+    ):
         optimizer.add_param_group({"params": {"router.weight": nn.Parameter(torch.zeros(4, 4))}})

@@ -26,7 +26,9 @@ from muonfx.placement.offload import offload
 from tests.processes import Here, on_ranks
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled", "ignore:.*assuming the intent", "ignore:view.*matches none"
+    "ignore:torch.distributed is disabled",
+    "ignore:.*assuming the intent",
+    "ignore:view.*matches none",
 )
 
 FUSED = "(part=3 out) in -> part out in"
@@ -34,18 +36,24 @@ FUSED = "(part=3 out) in -> part out in"
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 12), nn.Linear(12, 4, bias=False), nn.Linear(4, 8))
+    return nn.Sequential(
+        nn.Embedding(8, 4), nn.Linear(4, 12), nn.Linear(12, 4, bias=False), nn.Linear(4, 8)
+    )
 
 
 def muon_for(model: Any, **options: Any) -> mfx.Muon:
-    options.setdefault("orthogonalize", mfx.orthogonalize(view=mfx.MatrixView({"*1.weight": FUSED})))
+    options.setdefault(
+        "orthogonalize", mfx.orthogonalize(view=mfx.MatrixView({"*1.weight": FUSED}))
+    )
     return mfx.Muon(model, **options)
 
 
 def labelled(matrix: mfx.Transform, rest: mfx.Transform | None = None) -> mfx.TransformOptimizer:
     """An optimizer with a chain for matrices and one for all other parameters, none of which has state."""
     model = net()
-    tx = mfx.partition({"matrix": matrix, "rest": rest or mfx.scale(-0.1)}, default_labels_of(model))
+    tx = mfx.partition(
+        {"matrix": matrix, "rest": rest or mfx.scale(-0.1)}, default_labels_of(model)
+    )
     return mfx.TransformOptimizer(model, tx, model=model)
 
 
@@ -82,7 +90,10 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "a view": (
         lambda: muon_for(net()),
         lambda: muon_for(
-            net(), orthogonalize=mfx.orthogonalize(view=mfx.MatrixView({"*1.weight": "whole in -> whole in"}))
+            net(),
+            orthogonalize=mfx.orthogonalize(
+                view=mfx.MatrixView({"*1.weight": "whole in -> whole in"})
+            ),
         ),
         f"group 'muon', '1.weight', orthogonalize.view: '{FUSED}' in the checkpoint, 'whole in -> whole in' here",
     ),
@@ -118,7 +129,9 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     ),
     "a mask": (
         lambda: labelled(
-            mfx.chain(mfx.add_decayed_weights(0.1, mask=lambda params: dict.fromkeys(params, True)), RATE)
+            mfx.chain(
+                mfx.add_decayed_weights(0.1, mask=lambda params: dict.fromkeys(params, True)), RATE
+            )
         ),
         lambda: labelled(mfx.chain(mfx.add_decayed_weights(0.1, mask=mfx.routing.ndim(3)), RATE)),
         "group 'matrix', add_decayed_weights.mask: ",
@@ -145,13 +158,21 @@ def test_the_warning_names_the_parameters_of_another_pattern_only():
 def test_a_label_with_other_transforms_is_reported():
     def optimizer_with(label: str) -> mfx.TransformOptimizer:
         signs = mfx.chain(mfx.scale_by_sign(), mfx.scale(-0.1))
-        params = {"w": nn.Parameter(torch.ones(2)), "v": nn.Parameter(torch.ones(2)), "u": nn.Parameter(torch.ones(2))}
+        params = {
+            "w": nn.Parameter(torch.ones(2)),
+            "v": nn.Parameter(torch.ones(2)),
+            "u": nn.Parameter(torch.ones(2)),
+        }
         labels = {"w": label, "v": "signs", "u": "values"}
         tx = mfx.partition({"values": mfx.chain(mfx.scale(-0.1)), "signs": signs}, labels)
-        return mfx.TransformOptimizer([{"params": [(name, param)]} for name, param in params.items()], tx)
+        return mfx.TransformOptimizer(
+            [{"params": [(name, param)]} for name, param in params.items()], tx
+        )
 
     (message,) = messages_of(optimizer_with("values"), optimizer_with("signs"))
-    assert "group 'signs', scale_by_sign: not set in the checkpoint, scale_by_sign() here" in message
+    assert (
+        "group 'signs', scale_by_sign: not set in the checkpoint, scale_by_sign() here" in message
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ no false alarm
@@ -159,9 +180,16 @@ def test_a_label_with_other_transforms_is_reported():
 
 def test_numbers_and_schedules_are_reported_as_before():
     schedules = [mfx.warmup_cosine_decay_schedule(0.1, 2, total) for total in (10, 20)]
-    old, new = (labelled(mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(one))) for one in schedules)
+    old, new = (
+        labelled(mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(one))) for one in schedules
+    )
     assert messages_of(old, new) == []
-    assert messages_of(muon_for(net(), lr=0.1, momentum=0.9), muon_for(net(), lr=0.2, betas=(0.8, 0.9))) == []
+    assert (
+        messages_of(
+            muon_for(net(), lr=0.1, momentum=0.9), muon_for(net(), lr=0.2, betas=(0.8, 0.9))
+        )
+        == []
+    )
     as_tensors = labelled(mfx.as_tensors(mfx.chain(mfx.momentum(0.9), RATE)))
     assert messages_of(labelled(mfx.chain(mfx.momentum(0.5), RATE)), as_tensors) == []
 
@@ -253,8 +281,12 @@ def test_masks_by_name_and_outer_masks_are_no_other_chain():
     def optimizer_for(names: list[str]) -> mfx.TransformOptimizer:
         params = {name: nn.Parameter(torch.ones(2)) for name in names}
         mask = {name: name != "b" for name in names}
-        tx = mfx.chain(mfx.masked(mfx.momentum(0.9), mask), mfx.add_decayed_weights(0.1, mask=mask), RATE)
-        return mfx.TransformOptimizer(params, tx, model=nn.ParameterDict({**params, "d": torch.ones(2)}))
+        tx = mfx.chain(
+            mfx.masked(mfx.momentum(0.9), mask), mfx.add_decayed_weights(0.1, mask=mask), RATE
+        )
+        return mfx.TransformOptimizer(
+            params, tx, model=nn.ParameterDict({**params, "d": torch.ones(2)})
+        )
 
     assert messages_of(optimizer_for(["a", "b", "c"]), optimizer_for(["c", "b", "a"])) == []
     old, new = optimizer_for(["a", "b"]), optimizer_for(["a", "b"])
@@ -280,7 +312,9 @@ def test_the_record_is_in_state_dicts_only_and_is_json():
     assert record[0] == 3  # parameters
     assert record[1][0].startswith("chain(momentum(), orthogonalize(")
     optimizer.load_state_dict(saved)
-    assert all("chain_code" not in group for group in [*optimizer.param_groups, *optimizer.saved_groups()])
+    assert all(
+        "chain_code" not in group for group in [*optimizer.param_groups, *optimizer.saved_groups()]
+    )
 
 
 WITHOUT_VIEW = {"orthogonalize": mfx.orthogonalize()}
@@ -308,7 +342,10 @@ def test_a_full_state_dict_of_more_or_fewer_chains_is_compared_on_all_ranks(
 
 def test_a_flattened_state_dict_is_not_compared():
     """torch leaves the record out when it loads one."""
-    old, new = labelled(mfx.chain(mfx.momentum(0.9), RATE)), labelled(mfx.chain(mfx.momentum(nesterov=False), RATE))
+    old, new = (
+        labelled(mfx.chain(mfx.momentum(0.9), RATE)),
+        labelled(mfx.chain(mfx.momentum(nesterov=False), RATE)),
+    )
     flattened = StateDictOptions(flatten_optimizer_state_dict=True)
     saved = get_optimizer_state_dict(model_of(old), old, options=flattened)
     load = functools.partial(set_optimizer_state_dict, model_of(new), new, saved, options=flattened)
@@ -316,7 +353,10 @@ def test_a_flattened_state_dict_is_not_compared():
 
 
 def test_a_load_is_complete_if_its_warning_is_turned_into_an_error():
-    old, new = labelled(mfx.chain(mfx.momentum(0.9), RATE)), labelled(mfx.chain(mfx.momentum(nesterov=False), RATE))
+    old, new = (
+        labelled(mfx.chain(mfx.momentum(0.9), RATE)),
+        labelled(mfx.chain(mfx.momentum(nesterov=False), RATE)),
+    )
     old.param_groups[0]["lr"] = 0.25
     saved_groups = old.state_dict()["param_groups"]
     with warnings.catch_warnings(action="ignore"):
@@ -360,7 +400,9 @@ def test_the_record_survives_dcp(storage: str, options: dict[str, Any]):
         set_optimizer_state_dict(model_of(new), new, state["optimizer"], options=given)
 
     assert chain_messages(lambda: load(labelled(mfx.chain(mfx.momentum(0.9), RATE)))) == []
-    (message,) = chain_messages(lambda: load(labelled(mfx.chain(mfx.momentum(0.9, nesterov=False), RATE))))
+    (message,) = chain_messages(
+        lambda: load(labelled(mfx.chain(mfx.momentum(0.9, nesterov=False), RATE)))
+    )
     assert "momentum.nesterov: not set in the checkpoint, False here" in message
 
 
@@ -388,7 +430,13 @@ def test_all_ranks_report_another_chain(here: Here, storage: str, tmp_path: Path
 
     assert load() == []
     (message,) = load(orthogonalize=mfx.orthogonalize())
-    assert f"'1.weight', orthogonalize.view: MatrixView('{FUSED}') in the checkpoint, not set here" in message
+    assert (
+        f"'1.weight', orthogonalize.view: MatrixView('{FUSED}') in the checkpoint, not set here"
+        in message
+    )
     whole = get_optimizer_state_dict(model, old, options=StateDictOptions(full_state_dict=True))
     if here.rank == 0:
-        assert chain_messages(lambda: set_optimizer_state_dict(alone := net(), muon_for(alone), whole)) == []
+        assert (
+            chain_messages(lambda: set_optimizer_state_dict(alone := net(), muon_for(alone), whole))
+            == []
+        )

@@ -32,7 +32,10 @@ def assert_same_run(first: tuple, second: tuple) -> None:
             step(params, optimizer)
         for name, param in first[0].items():
             assert torch.equal(param, second[0][name])
-    for a, b in zip(*(mfx.tree.leaves(optimizer.transform_state) for _, optimizer in (first, second)), strict=True):
+    for a, b in zip(
+        *(mfx.tree.leaves(optimizer.transform_state) for _, optimizer in (first, second)),
+        strict=True,
+    ):
         assert torch.equal(a, b)
 
 
@@ -93,7 +96,9 @@ def test_a_count_is_assigned_for_all_parameters_together():
     assert_same_run((params, optimizer), twin)
     before = params["w"].detach().clone()
     optimizer.state[params["w"]][COUNT] = torch.tensor(7)
-    with pytest.raises(ValueError, match=r"count' is one tensor of all 2 parameters, .* for 1 of them, such as 'w'"):
+    with pytest.raises(
+        ValueError, match=r"count' is one tensor of all 2 parameters, .* for 1 of them, such as 'w'"
+    ):
         step(params, optimizer)
     assert torch.equal(before, params["w"])
 
@@ -118,7 +123,9 @@ def test_the_state_of_one_parameter_starts_again_without_the_count_of_all():
     params, optimizer = trained()
     other = optimizer.state[params["v"]][MU].clone()
     optimizer.state[params["w"]] = {}
-    with pytest.warns(UserWarning, match="state of 'w' starts again, but 'scale_by_adam.count' continues"):
+    with pytest.warns(
+        UserWarning, match="state of 'w' starts again, but 'scale_by_adam.count' continues"
+    ):
         optimizer.zero_grad()
     assert not optimizer.state[params["w"]][MU].any()
     assert int(optimizer.state[params["w"]][COUNT]) == 2
@@ -144,9 +151,18 @@ WRONG: dict[str, tuple[Callable[[dict], object], str]] = {
         lambda entry: entry.update({MU: torch.zeros(2)}),
         r"'scale_by_adam.mu' of 'w' is \(2,\) .*expected \(3,\)",
     ),
-    "dtype": (lambda entry: entry.update({MU: torch.zeros(3).double()}), "'scale_by_adam.mu' of 'w' .*float64"),
-    "device": (lambda entry: entry.update({MU: torch.zeros(3, device="meta")}), "'scale_by_adam.mu' of 'w' .*meta"),
-    "number": (lambda entry: entry.update({COUNT: 0}), "'scale_by_adam.count' of 'w' is int, expected "),
+    "dtype": (
+        lambda entry: entry.update({MU: torch.zeros(3).double()}),
+        "'scale_by_adam.mu' of 'w' .*float64",
+    ),
+    "device": (
+        lambda entry: entry.update({MU: torch.zeros(3, device="meta")}),
+        "'scale_by_adam.mu' of 'w' .*meta",
+    ),
+    "number": (
+        lambda entry: entry.update({COUNT: 0}),
+        "'scale_by_adam.count' of 'w' is int, expected ",
+    ),
     "missing": (lambda entry: entry.pop(MU), "'w' has no 'scale_by_adam.mu'"),
     "missing count": (lambda entry: entry.pop(COUNT), "'w' has no 'scale_by_adam.count'"),
     "unknown": (
@@ -170,7 +186,9 @@ def test_other_changes_are_errors_and_change_nothing(what: str):
 def test_entries_of_another_tensor_are_an_error():
     params, optimizer = trained()
     optimizer.state[nn.Parameter(torch.zeros(4))] = {MU: torch.zeros(4)}
-    with pytest.raises(ValueError, match=r"entries for \(4,\) torch.float32 cpu, which is no parameter"):
+    with pytest.raises(
+        ValueError, match=r"entries for \(4,\) torch.float32 cpu, which is no parameter"
+    ):
         step(params, optimizer)
 
 
@@ -202,7 +220,9 @@ def test_a_state_that_is_created_in_inference_mode_can_be_stepped_outside_of_it(
     for is_inference in (True, False):
         params = {name: nn.Parameter(torch.ones(3)) for name in ("w", "v")}
         at_construction = {"w": params["w"]} if is_added else params
-        optimizer = None if not is_added else mfx.TransformOptimizer(at_construction, mfx.adamw(0.1))
+        optimizer = (
+            None if not is_added else mfx.TransformOptimizer(at_construction, mfx.adamw(0.1))
+        )
         with torch.inference_mode(is_inference):
             if optimizer is None:
                 optimizer = mfx.TransformOptimizer(at_construction, mfx.adamw(0.1))

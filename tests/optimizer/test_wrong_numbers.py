@@ -80,7 +80,9 @@ PURE: dict[str, Callable[[Any], mfx.Transform]] = {
     "with_hyperparams": lambda value: mfx.with_hyperparams(RATE, {"learning_rate": value}),
     "a recipe": lambda value: mfx.lion(value),
     "a schedule": lambda value: mfx.scale_by_learning_rate(schedule_of(value)),
-    "a number of a schedule": lambda value: mfx.scale_by_learning_rate(mfx.linear_schedule(value, 0.5, 10)),
+    "a number of a schedule": lambda value: mfx.scale_by_learning_rate(
+        mfx.linear_schedule(value, 0.5, 10)
+    ),
 }
 
 
@@ -94,7 +96,10 @@ def test_a_wrong_number_of_a_transform_is_an_error_that_names_the_argument(place
 
 @pytest.mark.parametrize("kind", NO_NUMBER)
 def test_with_hyperparams_refuses_what_is_no_number_at_once(kind: str):
-    with pytest.raises(TypeError, match=r"^with_hyperparams: learning_rate must be a number or a 0-d tensor, found "):
+    with pytest.raises(
+        TypeError,
+        match=r"^with_hyperparams: learning_rate must be a number or a 0-d tensor, found ",
+    ):
         mfx.with_hyperparams(RATE, {"learning_rate": NO_NUMBER[kind]})
 
 
@@ -109,7 +114,9 @@ def test_a_right_number_of_a_transform_is_accepted(place: str, kind: str):
 
 
 @pytest.mark.parametrize("kind", [*NO_NUMBER, *OUT_OF_RANGE, "two numbers"])
-@pytest.mark.parametrize("argument", ["lr", "adamw_lr", "weight_decay", "momentum", "betas", "a role"])
+@pytest.mark.parametrize(
+    "argument", ["lr", "adamw_lr", "weight_decay", "momentum", "betas", "a role"]
+)
 def test_a_wrong_number_of_muon_is_an_error_that_names_the_argument(argument: str, kind: str):
     value = {**NO_NUMBER, **OUT_OF_RANGE, "two numbers": TWO_NUMBERS}[kind]
     if value is None and argument == "adamw_lr":  # not wrong: None means the rate of Muon
@@ -118,9 +125,16 @@ def test_a_wrong_number_of_muon_is_an_error_that_names_the_argument(argument: st
     if argument == "betas":
         options = {"betas": (value, 0.95)}
     elif argument == "a role":
-        labels = {"up.weight": "hidden", "up.bias": "head", "head.weight": "head", "head.bias": "head"}
+        labels = {
+            "up.weight": "hidden",
+            "up.bias": "head",
+            "head.weight": "head",
+            "head.bias": "head",
+        }
         options = {"adamw_lr": {"head": value}, "labels": labels}
-    with pytest.raises((TypeError, ValueError), match=r"(lr|rate|decay|momentum|betas|b1)\S* must "):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"(lr|rate|decay|momentum|betas|b1)\S* must "
+    ):
         mfx.Muon(Net(), **options)
 
 
@@ -149,7 +163,9 @@ def wrong_entries(key: str, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", WRONG_IN_GROUPS)
-@pytest.mark.parametrize(("key", "number"), [("lr", 0), ("weight_decay", 0), ("momentum", 0), ("betas", 1)])
+@pytest.mark.parametrize(
+    ("key", "number"), [("lr", 0), ("weight_decay", 0), ("momentum", 0), ("betas", 1)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore:weight decay has no effect")
 def test_a_wrong_number_in_a_group_is_an_error_at_the_step_before_anything_changes(
@@ -172,8 +188,12 @@ def test_a_wrong_number_in_a_group_is_an_error_at_the_step_before_anything_chang
 
 
 @pytest.mark.parametrize("kind", WRONG_IN_GROUPS)
-@pytest.mark.parametrize(("key", "number"), [("lr", 0), ("weight_decay", 0), ("momentum", 0), ("betas", 1)])
-def test_a_wrong_number_in_a_state_dict_is_an_error_before_anything_changes(key: str, number: int, kind: str):
+@pytest.mark.parametrize(
+    ("key", "number"), [("lr", 0), ("weight_decay", 0), ("momentum", 0), ("betas", 1)]
+)
+def test_a_wrong_number_in_a_state_dict_is_an_error_before_anything_changes(
+    key: str, number: int, kind: str
+):
     model = Net()
     optimizer = muon(model)
     state_dict = optimizer.state_dict()
@@ -191,7 +211,10 @@ def test_a_wrong_number_in_a_state_dict_is_an_error_before_anything_changes(key:
 def test_a_wrong_number_in_a_new_group_is_an_error(is_added: bool, kind: str):
     model = Net()
     first = {"params": list(model.up.named_parameters(prefix="up"))}
-    second = {"params": list(model.head.named_parameters(prefix="head")), **wrong_entries("lr", kind)}
+    second = {
+        "params": list(model.head.named_parameters(prefix="head")),
+        **wrong_entries("lr", kind),
+    }
     groups = [first] if is_added else [first, second]
     with pytest.raises((TypeError, ValueError), match=r"^'lr' in a group must "):
         mfx.TransformOptimizer(groups, mfx.lion(0.1)).add_param_group(second)

@@ -57,9 +57,13 @@ NAMES = [info.optim_cls.__name__.lower() for info in INFOS]
 @pytest.mark.filterwarnings("ignore:load_state_dict. the state dict was saved with other numbers")
 @pytest.mark.parametrize("given", GROUPS)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_loss_falls_and_a_copy_that_loads_the_state_goes_on_alike(registry: Any, name: str, given: str) -> None:
+def test_the_loss_falls_and_a_copy_that_loads_the_state_goes_on_alike(
+    registry: Any, name: str, given: str
+) -> None:
     assert name in registry.list_optimizers()
-    assert issubclass(registry.get_optimizer_class(name, bind_defaults=False), torch.optim.Optimizer)
+    assert issubclass(
+        registry.get_optimizer_class(name, bind_defaults=False), torch.optim.Optimizer
+    )
     make = partial(registry.create_optimizer, opt=name, lr=1e-3)
     for contiguous in (True, False):
         task = Task(contiguous=contiguous)

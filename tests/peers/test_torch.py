@@ -22,8 +22,12 @@ from tests.processes import Here, on_ranks
 pytestmark = pytest.mark.engines
 
 
-@pytest.mark.filterwarnings("ignore:load_state_dict. the state dict was saved with other numbers")  # it is meant to be
-@pytest.mark.parametrize(("check", "info", "at"), cases(), ids=lambda x: x.name if isinstance(x, OptimizerInfo) else x)
+@pytest.mark.filterwarnings(
+    "ignore:load_state_dict. the state dict was saved with other numbers"
+)  # it is meant to be
+@pytest.mark.parametrize(
+    ("check", "info", "at"), cases(), ids=lambda x: x.name if isinstance(x, OptimizerInfo) else x
+)
 def test_of_an_optimizer(check: str, info: OptimizerInfo, at: int) -> None:
     CHECKS[check](info, inputs_of(info)[at])
 

@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.testing._internal.common_optimizers import (
     OptimizerInfo,
     OptimizerInput,
@@ -35,11 +38,17 @@ def named(params: Any) -> list[Any]:
 
     def numbered(items: Any) -> list[Any]:
         items = [items] if isinstance(items, torch.Tensor) else list(items)
-        return [(str(next(numbers)), item) if isinstance(item, torch.Tensor) else item for item in items]
+        return [
+            (str(next(numbers)), item) if isinstance(item, torch.Tensor) else item for item in items
+        ]
 
     items = [params] if isinstance(params, torch.Tensor) else list(params)
     is_groups = items and isinstance(items[0], dict)
-    return [{**group, "params": numbered(group["params"])} for group in items] if is_groups else numbered(items)
+    return (
+        [{**group, "params": numbered(group["params"])} for group in items]
+        if is_groups
+        else numbered(items)
+    )
 
 
 def _by_dims(params: Any) -> dict[str, str]:
@@ -101,8 +110,15 @@ NOT_OURS = {
 def inputs_of(info: OptimizerInfo) -> list[dict[str, Any]]:
     """New keywords each time: a scheduler writes into a rate that is a tensor."""
     found = [one.kwargs for one in info.optim_inputs_func(device="cpu")]
-    unknown = {key for options in found for key in options} - {"lr", "weight_decay", "momentum", "betas"}
-    assert unknown <= NOT_OURS.keys(), f"torch has new keywords: {sorted(unknown - NOT_OURS.keys())}"
+    unknown = {key for options in found for key in options} - {
+        "lr",
+        "weight_decay",
+        "momentum",
+        "betas",
+    }
+    assert unknown <= NOT_OURS.keys(), (
+        f"torch has new keywords: {sorted(unknown - NOT_OURS.keys())}"
+    )
     return [options for options in found if NOT_OURS.keys().isdisjoint(options)]
 
 
@@ -200,7 +216,9 @@ def test_forloop_goes_right_direction(info: OptimizerInfo, options: dict[str, An
             task.falls(info.optim_cls(task.params, **copy.deepcopy(options)), makers)
 
 
-def test_param_group_with_lrscheduler_goes_right_direction(info: OptimizerInfo, options: dict[str, Any]) -> None:
+def test_param_group_with_lrscheduler_goes_right_direction(
+    info: OptimizerInfo, options: dict[str, Any]
+) -> None:
     for makers in info.scheduler_inputs:
         task = Task()
         groups = [{"params": [task.weight]}, {"params": [task.bias], "lr": 0.01}]
@@ -227,7 +245,10 @@ def test_tensor_lr(info: OptimizerInfo, options: dict[str, Any]) -> None:
 def test_param_groups_weight_decay(info: OptimizerInfo, options: dict[str, Any]) -> None:
     task = Task()
     first = {key: value for key, value in options.items() if key != "momentum"}
-    groups = [{"params": [task.weight], **first}, {"params": [task.bias], **first, "weight_decay": 0.0}]
+    groups = [
+        {"params": [task.weight], **first},
+        {"params": [task.bias], **first, "weight_decay": 0.0},
+    ]
     task.falls(info.optim_cls(groups))
 
 
@@ -236,7 +257,11 @@ def test_param_groups_lr(info: OptimizerInfo, options: dict[str, Any]) -> None:
     irrelevant = nn.Parameter(torch.randn(2))
     before = irrelevant.detach().clone()
     own = {"lr": 1e-3, **{key: value for key, value in options.items() if key != "momentum"}}
-    groups = [{"params": [task.weight], **own}, {"params": [task.bias], **own}, {"params": [irrelevant]}]
+    groups = [
+        {"params": [task.weight], **own},
+        {"params": [task.bias], **own},
+        {"params": [irrelevant]},
+    ]
     optimizer = info.optim_cls(groups, lr=1e-28)
     first = task.loss(optimizer).item()
     for _ in range(20):
@@ -247,7 +272,9 @@ def test_param_groups_lr(info: OptimizerInfo, options: dict[str, Any]) -> None:
     same(irrelevant, before)
 
 
-def test_step_is_noop_when_params_have_no_grad(info: OptimizerInfo, options: dict[str, Any]) -> None:
+def test_step_is_noop_when_params_have_no_grad(
+    info: OptimizerInfo, options: dict[str, Any]
+) -> None:
     params = [nn.Parameter(torch.randn(2, 3), requires_grad=False) for _ in range(2)]
     before = [param.clone() for param in params]
     step_quietly(info.optim_cls(params, **options), lambda: torch.tensor([1.0]))
@@ -387,4 +414,6 @@ CHECKS = {name: check for name, check in list(globals().items()) if name.startsw
 
 def cases() -> list[tuple[str, OptimizerInfo, int]]:
     """Each check, with each optimizer and the place of each of its inputs."""
-    return [(name, info, at) for name in CHECKS for info in INFOS for at in range(len(inputs_of(info)))]
+    return [
+        (name, info, at) for name in CHECKS for info in INFOS for at in range(len(inputs_of(info)))
+    ]

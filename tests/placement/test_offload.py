@@ -44,7 +44,9 @@ def at_home(kind: str) -> Iterator[str]:
             with mock.patch.object(store.Store, "is_direct", return_value=False):
                 yield "cpu"
         else:
-            with mock.patch.object(store, "SMALLEST", 1):  # also what is smaller than a page goes to the disk
+            with mock.patch.object(
+                store, "SMALLEST", 1
+            ):  # also what is smaller than a page goes to the disk
                 yield folder
             assert os.listdir(folder) == []  # files without a name
 
@@ -58,7 +60,9 @@ def all_bits(tree: Any) -> list[Any]:
     return [None if leaf is None else bits(plain(leaf)) for leaf in here]
 
 
-def check_cases(here: Here, cases: list[Case], kind: str, bucket_bytes: int, dtensors: bool) -> None:
+def check_cases(
+    here: Here, cases: list[Case], kind: str, bucket_bytes: int, dtensors: bool
+) -> None:
     """Check that each case, offloaded, is the same as without: bits, bytes that are sent, and matrices computed."""
     for case in cases:
         noted(check_case, here, case, kind, bucket_bytes, dtensors)
@@ -75,7 +79,9 @@ def check_case(here: Here, case: Case, kind: str, bucket_bytes: int, dtensors: b
     with at_home(kind) as to:
         plain = sharding.sharded(case.tx, layout, bucket_bytes=bucket_bytes)
         away = sharding.sharded(
-            sharding.offload(case.tx, to, bucket_bytes=bucket_bytes), layout, bucket_bytes=bucket_bytes
+            sharding.offload(case.tx, to, bucket_bytes=bucket_bytes),
+            layout,
+            bucket_bytes=bucket_bytes,
         )
         wanted_state, state = plain.init(enter(params)), away.init(enter(params))
         assert all_bits(state) == all_bits(wanted_state)
@@ -86,8 +92,12 @@ def check_case(here: Here, case: Case, kind: str, bucket_bytes: int, dtensors: b
             before = all_bits((grads, weights, state))
             old = state
             with counting(here) as counts:
-                updates, state = away.update(grads, state, weights, donate=mfx.Donation(False, case.donate))
-            assert all_bits((grads, weights)) == before[: len(all_bits((grads, weights)))], "inputs changed"
+                updates, state = away.update(
+                    grads, state, weights, donate=mfx.Donation(False, case.donate)
+                )
+            assert all_bits((grads, weights)) == before[: len(all_bits((grads, weights)))], (
+                "inputs changed"
+            )
             assert case.donate or all_bits((grads, weights, old)) == before, "inputs changed"
             del old
             assert counts == wanted_counts
@@ -109,7 +119,9 @@ def init_in(here: Here, folders: list[str]) -> None:
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
-    pytest.mark.filterwarnings("ignore:offload. scale_by_(prodigy|dog|dowg) has the locality TREE"),  # as it is drawn
+    pytest.mark.filterwarnings(
+        "ignore:offload. scale_by_(prodigy|dog|dowg) has the locality TREE"
+    ),  # as it is drawn
 ]
 
 GIVEN_STATE = mfx.Donation(False, True)
@@ -135,7 +147,9 @@ def drawn(step: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------- the same numbers
 
 
-def check(tx: mfx.Transform, away: mfx.Transform, params: Any, steps: list[Any], *, donate: bool) -> None:
+def check(
+    tx: mfx.Transform, away: mfx.Transform, params: Any, steps: list[Any], *, donate: bool
+) -> None:
     """The bits of updates and states, of a transform and of the same with its state away from home."""
     wanted_state, state = tx.init(params), away.init(params)
     assert all_bits(state) == all_bits(wanted_state)
@@ -157,16 +171,28 @@ ANY = transforms(None) | chains(max_size=3).map(lambda members: mfx.chain(*membe
 WRAPPED = st.builds(
     lambda members, wrap: wrap(mfx.chain(*members)),
     chains(min_size=1, max_size=3),
-    st.sampled_from((mfx.skip_nonfinite, lambda tx: mfx.accumulate(tx, 2), mfx.as_tensors, mfx.master_params)),
+    st.sampled_from(
+        (mfx.skip_nonfinite, lambda tx: mfx.accumulate(tx, 2), mfx.as_tensors, mfx.master_params)
+    ),
 )
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-EXAMPLES = params_and_grads() | st.sampled_from(DTYPES).flatmap(lambda dtype: params_and_grads(dtypes=(dtype,)))
+EXAMPLES = params_and_grads() | st.sampled_from(DTYPES).flatmap(
+    lambda dtype: params_and_grads(dtypes=(dtype,))
+)
 
 
-@given(ANY | WRAPPED, EXAMPLES, st.sampled_from(HOMES), st.sampled_from((1, 64, 1 << 26)), st.booleans())
-def test_offloading_changes_no_bit(tx: mfx.Transform, example: Any, home: str, bucket_bytes: int, donate: bool):
+@given(
+    ANY | WRAPPED,
+    EXAMPLES,
+    st.sampled_from(HOMES),
+    st.sampled_from((1, 64, 1 << 26)),
+    st.booleans(),
+)
+def test_offloading_changes_no_bit(
+    tx: mfx.Transform, example: Any, home: str, bucket_bytes: int, donate: bool
+):
     params, steps = example
     # The tensors of one call depend on the bucket: a list of several dtypes does not round a number that is a
     # tensor, as a schedule's is, and matrices of one shape are multiplied in one batch.
@@ -181,25 +207,35 @@ def test_offloading_changes_no_bit(tx: mfx.Transform, example: Any, home: str, b
 
 
 def factories(tx: Any) -> set[Any]:
-    return {tx.factory}.union(*(factories(part) for part in tx.parts if isinstance(part, mfx.Transform)))
+    return {tx.factory}.union(
+        *(factories(part) for part in tx.parts if isinstance(part, mfx.Transform))
+    )
 
 
 CHAINS = {
     "muon": MUON,
-    "normuon": mfx.partition({"muon": mfx.normuon(0.1, orthogonalize=FP32), "adamw": mfx.adamw(0.1)}, LABELS),
+    "normuon": mfx.partition(
+        {"muon": mfx.normuon(0.1, orthogonalize=FP32), "adamw": mfx.adamw(0.1)}, LABELS
+    ),
     "clipped": mfx.chain(mfx.clip_by_global_norm(1.0), MUON),
     "skipping": mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), MUON)),
     "accumulated": mfx.accumulate(mfx.chain(mfx.clip_by_global_norm(1.0), MUON), 2),
     "master": mfx.master_params(mfx.chain(mfx.clip_by_global_norm(1.0), MUON)),
     "numbers as tensors": mfx.as_tensors(mfx.chain(mfx.monitor("grad"), MUON)),
-    "compact": mfx.scale_by_adam(mu_dtype=mfx.int8(min_size=0), nu_dtype=mfx.fp8(64, min_size=0, stochastic=True)),
+    "compact": mfx.scale_by_adam(
+        mu_dtype=mfx.int8(min_size=0), nu_dtype=mfx.fp8(64, min_size=0, stochastic=True)
+    ),
     "averaged": mfx.chain(MUON, mfx.ema_params(0.9)),
-    "schedule free": mfx.contrib.schedule_free(mfx.chain(mfx.clip_by_global_norm(1.0), WITHOUT_MOMENTUM), 0.1),
+    "schedule free": mfx.contrib.schedule_free(
+        mfx.chain(mfx.clip_by_global_norm(1.0), WITHOUT_MOMENTUM), 0.1
+    ),
     "nested": mfx.accumulate(mfx.skip_nonfinite(mfx.master_params(MUON)), 2),
 }
 
 
-@pytest.mark.parametrize(("home", "donate"), [("memory", True), ("lane", True), ("disk", True), ("disk", False)])
+@pytest.mark.parametrize(
+    ("home", "donate"), [("memory", True), ("lane", True), ("disk", True), ("disk", False)]
+)
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains_that_people_train_with(name: str, home: str, donate: bool):
     steps = [drawn(step) for step in range(5)]
@@ -208,7 +244,13 @@ def test_chains_that_people_train_with(name: str, home: str, donate: bool):
     if "skip" not in name and name != "nested":
         steps[2]["a.w"][3, 3] = 0.0
     with at_home(home) as to:
-        check(CHAINS[name], sharding.offload(CHAINS[name], to, bucket_bytes=20_000), PARAMS, steps, donate=donate)
+        check(
+            CHAINS[name],
+            sharding.offload(CHAINS[name], to, bucket_bytes=20_000),
+            PARAMS,
+            steps,
+            donate=donate,
+        )
 
 
 def tree_wide(decay: float = 0.9):
@@ -241,7 +283,9 @@ def summing(decay: float = 0.9):
 
 @pytest.mark.parametrize("constructor", [tree_wide, summing])
 @pytest.mark.parametrize("home", HOMES)
-def test_a_transform_of_the_whole_tree_gets_its_whole_state_with_a_warning(constructor: Any, home: str):
+def test_a_transform_of_the_whole_tree_gets_its_whole_state_with_a_warning(
+    constructor: Any, home: str
+):
     tx = mfx.chain(mfx.transform(constructor)(), mfx.momentum())
     with at_home(home) as to, warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -261,19 +305,36 @@ def late(first: float = 0.0):
 
     def update(updates, state, params=None):
         out = mfx.tree.map(lambda u, s: s, updates, state["last"])
-        return out, {"last": mfx.tree.map(lambda s, u: s if u is None else u, state["last"], updates)}
+        return out, {
+            "last": mfx.tree.map(lambda s, u: s if u is None else u, state["last"], updates)
+        }
 
     return init, update
 
 
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize(
-    "tx", [mfx.transform(late, locality=mfx.Locality.ELEMENT)(), mfx.chain(by_place(), mfx.momentum())]
+    "tx",
+    [mfx.transform(late, locality=mfx.Locality.ELEMENT)(), mfx.chain(by_place(), mfx.momentum())],
 )
-def test_updates_may_be_the_old_state_and_a_state_may_know_leaves_by_place(tx: mfx.Transform, home: str):
+def test_updates_may_be_the_old_state_and_a_state_may_know_leaves_by_place(
+    tx: mfx.Transform, home: str
+):
     with at_home(home) as to:
-        check(tx, sharding.offload(tx, to, bucket_bytes=1), PARAMS, [drawn(n) for n in range(3)], donate=False)
-        check(tx, sharding.offload(tx, to, bucket_bytes=1), PARAMS, [drawn(n) for n in range(3)], donate=True)
+        check(
+            tx,
+            sharding.offload(tx, to, bucket_bytes=1),
+            PARAMS,
+            [drawn(n) for n in range(3)],
+            donate=False,
+        )
+        check(
+            tx,
+            sharding.offload(tx, to, bucket_bytes=1),
+            PARAMS,
+            [drawn(n) for n in range(3)],
+            donate=True,
+        )
 
 
 def numbered():
@@ -308,9 +369,16 @@ def test_it_is_a_value_like_others_and_goes_inside_a_sharded_transform(tmp_path:
     assert mfx.with_hyperparams(tx, {"decay": 0.5}).arguments["tx"] == mfx.momentum(0.5)
     assert (tx.locality, tx.reads_params) == (mfx.Locality.ELEMENT, False)
     layout = sharding.zero(PARAMS, 1)
-    outside = sharding.offload(sharding.sharded(MUON, layout, bucket_bytes=7), "cpu", bucket_bytes=5)
-    assert outside == sharding.sharded(sharding.offload(MUON, "cpu", bucket_bytes=5), layout, bucket_bytes=7)
-    assert (mfx.hyperparams(outside), outside.fingerprint) == (mfx.hyperparams(MUON), MUON.fingerprint)
+    outside = sharding.offload(
+        sharding.sharded(MUON, layout, bucket_bytes=7), "cpu", bucket_bytes=5
+    )
+    assert outside == sharding.sharded(
+        sharding.offload(MUON, "cpu", bucket_bytes=5), layout, bucket_bytes=7
+    )
+    assert (mfx.hyperparams(outside), outside.fingerprint) == (
+        mfx.hyperparams(MUON),
+        MUON.fingerprint,
+    )
 
 
 # --------------------------------------------------------------------------------------------------- in place
@@ -320,16 +388,22 @@ def test_the_state_is_in_files_without_a_name_that_go_with_it(tmp_path: Path):
     tx = sharding.offload(MUON, tmp_path / "made" / "here", bucket_bytes=20_000)
     known = len(store._MAPPED)
     state = tx.init(PARAMS)
-    large = [leaf for leaf in mfx.tree.tensors(state) if leaf.numel() * leaf.element_size() >= store.PAGE]
+    large = [
+        leaf for leaf in mfx.tree.tensors(state) if leaf.numel() * leaf.element_size() >= store.PAGE
+    ]
     assert len(large) == 3 + 2  # momentum of three matrices, two moments of a vector
     assert all(on_disk(large))
     assert os.listdir(tmp_path / "made" / "here") == []
     before = [leaf.data_ptr() for leaf in large]
     _, after = tx.update(drawn(0), state, PARAMS, donate=GIVEN_STATE)
-    assert [leaf.data_ptr() for leaf in mfx.tree.tensors(after) if leaf.numel() * 4 >= store.PAGE] == before  # in place
+    assert [
+        leaf.data_ptr() for leaf in mfx.tree.tensors(after) if leaf.numel() * 4 >= store.PAGE
+    ] == before  # in place
     _, second = tx.update(drawn(1), after, PARAMS)
     assert not set(before) & {leaf.data_ptr() for leaf in mfx.tree.tensors(second)}
-    assert all(on_disk([leaf for leaf in mfx.tree.tensors(second) if leaf.numel() * 4 >= store.PAGE]))
+    assert all(
+        on_disk([leaf for leaf in mfx.tree.tensors(second) if leaf.numel() * 4 >= store.PAGE])
+    )
     del state, after, second, large
     gc.collect()
     assert len(store._MAPPED) == known
@@ -343,9 +417,13 @@ def test_a_state_from_elsewhere_comes_home(home: str):
         wanted, _ = MUON.update(drawn(0), plain, PARAMS)
         grads = drawn(0) | {"c.w": None}
         updates, state = tx.update(grads, state, PARAMS, donate=GIVEN_STATE)
-        assert all_bits({n: updates[n] for n in ("a.w", "b.w")}) == all_bits({n: wanted[n] for n in ("a.w", "b.w")})
+        assert all_bits({n: updates[n] for n in ("a.w", "b.w")}) == all_bits(
+            {n: wanted[n] for n in ("a.w", "b.w")}
+        )
         if home == "disk":  # but for the momentum without a gradient, which stays where it is
-            assert on_disk([leaf for leaf in mfx.tree.tensors(state) if leaf.ndim]).count(False) == 1
+            assert (
+                on_disk([leaf for leaf in mfx.tree.tensors(state) if leaf.ndim]).count(False) == 1
+            )
         del state
 
 
@@ -382,7 +460,9 @@ def test_derivatives_through_a_step_are_an_error(differentiate: Any):
 
 @pytest.mark.parametrize("home", HOMES)
 def test_the_torch_optimizer_steps_alike_and_continues_a_plain_run(home: str):
-    inner = mfx.muon_with_adamw(0.02, 0.01, orthogonalize=FP32, labels=mfx.routing.default_labels_by_name)
+    inner = mfx.muon_with_adamw(
+        0.02, 0.01, orthogonalize=FP32, labels=mfx.routing.default_labels_by_name
+    )
     tx = mfx.chain(mfx.clip_by_global_norm(1.0), inner)
     wanted, saved, _ = trained(tx, 4)
     half = trained(tx, 2)
@@ -393,7 +473,9 @@ def test_the_torch_optimizer_steps_alike_and_continues_a_plain_run(home: str):
             assert all_bits(found) == all_bits(wanted)
             assert shown["param_groups"] == saved["param_groups"]
         if home == "disk":
-            assert all(on_disk([leaf for leaf in mfx.tree.tensors(optimizer.transform_state) if leaf.ndim]))
+            assert all(
+                on_disk([leaf for leaf in mfx.tree.tensors(optimizer.transform_state) if leaf.ndim])
+            )
         del optimizer
 
 
@@ -439,7 +521,10 @@ def test_the_next_bucket_is_read_before_this_one_is_computed(monkeypatch: pytest
         monkeypatch.setattr(
             transfer.BucketTransfer,
             name,
-            lambda self, turn, *rest, name=name, real=real: (said.append(f"{name} {turn}"), real(self, turn, *rest))[1],
+            lambda self, turn, *rest, name=name, real=real: (
+                said.append(f"{name} {turn}"),
+                real(self, turn, *rest),
+            )[1],
         )
     some = {name: PARAMS[name] for name in ("a.w", "b.b", "b.w")}
     with at_home("disk") as to:
@@ -478,7 +563,9 @@ print(peak() - before)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux how much memory was resident")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="asks Linux how much memory was resident"
+)
 def test_a_state_on_disk_takes_no_memory(tmp_path: Path):
     # Freed memory is returned at once, so that the peak is the memory in use.
     said = run_python("-c", GROWTH, tmp_path, MALLOC_MMAP_THRESHOLD_="65536").stdout
@@ -489,9 +576,13 @@ def test_a_state_on_disk_takes_no_memory(tmp_path: Path):
 # -------------------------------------------------------------------------------------------------------------- faults
 
 
-def test_a_folder_that_cannot_be_made_or_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_cannot_be_made_or_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"offload: to='.*file' cannot take 0\.0 MiB of state: File exists"):
+    with pytest.raises(
+        OSError, match=r"offload: to='.*file' cannot take 0\.0 MiB of state: File exists"
+    ):
         sharding.offload(mfx.momentum(), tmp_path / "file").init(PARAMS)
     monkeypatch.setattr(store.os, "access", lambda path, mode: False)
     with pytest.raises(PermissionError, match="the folder is not writable"):
@@ -522,7 +613,9 @@ def failing(on: str = "b.w"):
     def update(updates, state, params=None):
         if updates[on] is not None and bool(updates[on].isnan().any()):
             raise RuntimeError("a bug")
-        return updates, {"held": mfx.tree.map(lambda s, u: s if u is None else s + u, state["held"], updates)}
+        return updates, {
+            "held": mfx.tree.map(lambda s, u: s if u is None else s + u, state["held"], updates)
+        }
 
     return init, update
 
@@ -558,15 +651,25 @@ def check_on_ranks(world: World, size: int, some: list[Case], place: tuple[Any, 
 @pytest.mark.slow
 @pytest.mark.dist
 @settings(max_examples=settings.default.max_examples // 2)
-@given(SIZES.flatmap(lambda size: st.tuples(st.just(size), st.lists(cases(size), min_size=1, max_size=4))), PLACES)
-def test_sharded_and_offloaded_is_sharded(world: World, some: tuple[int, list[Case]], place: tuple[Any, ...]):
+@given(
+    SIZES.flatmap(
+        lambda size: st.tuples(st.just(size), st.lists(cases(size), min_size=1, max_size=4))
+    ),
+    PLACES,
+)
+def test_sharded_and_offloaded_is_sharded(
+    world: World, some: tuple[int, list[Case]], place: tuple[Any, ...]
+):
     check_on_ranks(world, *some, place)
 
 
 @pytest.mark.dist
 @settings(max_examples=settings.default.max_examples // 4)
 @given(
-    SIZES.flatmap(lambda size: st.tuples(st.just(size), st.lists(dtensor_cases(size), min_size=1, max_size=3))), PLACES
+    SIZES.flatmap(
+        lambda size: st.tuples(st.just(size), st.lists(dtensor_cases(size), min_size=1, max_size=3))
+    ),
+    PLACES,
 )
 def test_dtensors_are_offloaded(world: World, some: tuple[int, list[Case]], place: tuple[Any, ...]):
     check_on_ranks(world, *some, (*place[:2], True))
@@ -576,7 +679,11 @@ def test_dtensors_are_offloaded(world: World, some: tuple[int, list[Case]], plac
 def test_all_ranks_learn_that_one_has_no_room(world: World, tmp_path: Path):
     (tmp_path / "file").write_text("")
     found = world.run(3, init_in, folders=[str(tmp_path), str(tmp_path / "file"), str(tmp_path)])
-    assert [type(failed.error).__name__ for failed in found] == ["ShardingError", "FileExistsError", "ShardingError"]
+    assert [type(failed.error).__name__ for failed in found] == [
+        "ShardingError",
+        "FileExistsError",
+        "ShardingError",
+    ]
     assert "rank 1: FileExistsError" in str(found[0].error)
     world.check(3, init_in, folders=[str(tmp_path)] * 3)  # one folder serves all
     assert os.listdir(tmp_path) == ["file"]
@@ -636,7 +743,9 @@ def test_a_transform_of_the_whole_tree_may_overwrite_its_loaded_state(tmp_path: 
     assert all_bits(state) == before
 
 
-def test_the_own_state_of_a_wrapper_is_not_looked_up_after_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_own_state_of_a_wrapper_is_not_looked_up_after_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     # On a GPU, a look-up calls the driver for each tensor; on a disk, it goes through all files that are mapped.
     params = {"w": torch.ones(64, 64), "v": torch.ones(64, 64)}
     tx = sharding.offload(mfx.accumulate(mfx.scale(0.5), 2), str(tmp_path), bucket_bytes=1)

@@ -18,7 +18,10 @@ class DampedState(NamedTuple):
     inner: Any
 
 
-@mfx.transform(locality=lambda inner, decay: inner.locality, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
+@mfx.transform(
+    locality=lambda inner, decay: inner.locality,
+    combinator=mfx.core.Combinator(mfx.Locality.ELEMENT),
+)
 def damped(inner: mfx.Transform, decay: float = 0.5):
     """Scale the inner updates by a number that is kept in the state, and falls at every step."""
 
@@ -33,7 +36,10 @@ def damped(inner: mfx.Transform, decay: float = 0.5):
     return init, update
 
 
-@mfx.transform(locality=lambda inner, steps: inner.locality, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
+@mfx.transform(
+    locality=lambda inner, steps: inner.locality,
+    combinator=mfx.core.Combinator(mfx.Locality.ELEMENT),
+)
 def first_steps(inner: mfx.Transform, steps: int):
     """Apply the inner transform in the first steps; it chooses between its old and its new state."""
 
@@ -45,7 +51,10 @@ def first_steps(inner: mfx.Transform, steps: int):
             return torch.where(state["count"] < steps, new, old)
 
         new_updates, new_inner = inner.run(updates, state["inner"], params, **extras)
-        new_state = {"count": state["count"] + 1, "inner": mfx.tree.map(chosen, new_inner, state["inner"])}
+        new_state = {
+            "count": state["count"] + 1,
+            "inner": mfx.tree.map(chosen, new_inner, state["inner"]),
+        }
         return mfx.tree.map(chosen, new_updates, updates), new_state
 
     return init, update
@@ -61,7 +70,9 @@ def values(seed: int) -> dict[str, torch.Tensor]:
 
 
 def chain() -> mfx.Transform:
-    inner = mfx.muon_with_adamw(0.1, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+    inner = mfx.muon_with_adamw(
+        0.1, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+    )
     return mfx.chain(mfx.clip_by_global_norm(1.0), damped(inner, decay=0.75))
 
 
@@ -80,8 +91,14 @@ def three_steps(tx: mfx.Transform, layout: Any = None) -> dict[str, torch.Tensor
 @pytest.mark.parametrize("kind", ["replicated", "whole", "flat"])
 @pytest.mark.parametrize("size", [1, 2])
 @on_ranks()
-def test_sharded_and_offloaded_it_is_what_it_is_in_one_process(here: Here, kind: str, offloaded: bool):
-    make = sharding.replicated if kind == "replicated" else functools.partial(sharding.zero, partition=kind)
+def test_sharded_and_offloaded_it_is_what_it_is_in_one_process(
+    here: Here, kind: str, offloaded: bool
+):
+    make = (
+        sharding.replicated
+        if kind == "replicated"
+        else functools.partial(sharding.zero, partition=kind)
+    )
     layout = make(values(0), here.group)
     tx = sharding.offload(chain(), bucket_bytes=64) if offloaded else chain()
     found = three_steps(sharding.sharded(tx, layout), layout)
@@ -139,5 +156,7 @@ def test_under_the_torch_optimizer_it_is_the_same_and_its_numbers_are_in_the_gro
             model[name].grad = grad
         optimizer.step()
     expected = three_steps(chain())
-    torch.testing.assert_close({name: p.detach() for name, p in model.items()}, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        {name: p.detach() for name, p in model.items()}, expected, rtol=1e-6, atol=1e-6
+    )
     assert {group["damped.decay"] for group in optimizer.param_groups} == {0.75}

@@ -42,7 +42,9 @@ def set_gradients(params: dict[str, Tensor], make: Callable[[Tensor], Tensor]) -
         param.grad = make(torch.ones(32, 32, dtype=param.dtype))
 
 
-def require_peaks(row: str, inner: str, column: str, make: Callable[[Tensor], Tensor], bucket_bytes: int) -> None:
+def require_peaks(
+    row: str, inner: str, column: str, make: Callable[[Tensor], Tensor], bucket_bytes: int
+) -> None:
     """Assert that the second step of each chain of a row needs the memory of the page, and less than a byte more.
 
     ``make`` turns a matrix into a parameter or a gradient, such as a DTensor.
@@ -73,7 +75,9 @@ def test_the_peak_of_a_step_in_one_process_is_as_the_page_says(row: str, inner: 
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("row", CHAINS)
 @on_ranks(2)
-def test_the_peak_of_a_step_over_ranks_is_as_the_page_says(here: Here, row: str, inner: str) -> None:
+def test_the_peak_of_a_step_over_ranks_is_as_the_page_says(
+    here: Here, row: str, inner: str
+) -> None:
     def sharded(matrix: Tensor) -> Any:
         return distribute_tensor(matrix, here.mesh, [Shard(0)])
 

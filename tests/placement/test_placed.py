@@ -63,7 +63,9 @@ def test_states_and_numbers_are_where_a_visit_says(tx: mfx.Transform, example: k
 
 @pytest.mark.filterwarnings("ignore:partition. no parameter")
 @given(kit.transforms(matrices=True), kit.params_and_grads(ranks=(2, 4), nones=False))
-def test_a_placed_transform_has_the_numbers_and_the_state_of_the_original(tx: mfx.Transform, example: kit.Example):
+def test_a_placed_transform_has_the_numbers_and_the_state_of_the_original(
+    tx: mfx.Transform, example: kit.Example
+):
     result = placed(tx, example.params, Where(bucket_bytes=64))
     assert hyperparams(result) == hyperparams(tx)
     assert tree.paths(result.functions.init(example.params)) == tree.paths(tx.init(example.params))
@@ -91,7 +93,9 @@ def test_a_steady_step_takes_no_scratch_for_its_products() -> None:
         grads = {name: torch.randn(shape) for name, shape in shapes.items()}
         wanted, expected = tx.update(grads, state, params)
         with PeakBytes() as peak:
-            out, state = run.run(grads, state, params, donate=mfx.Donation(updates=True, state=True))
+            out, state = run.run(
+                grads, state, params, donate=mfx.Donation(updates=True, state=True)
+            )
         assert all(torch.equal(out[name], wanted[name]) for name in shapes)
         assert all(map(torch.equal, mfx.tree.leaves(state), mfx.tree.leaves(expected)))
         if step == 0:
@@ -116,10 +120,14 @@ def test_a_chain_made_anew_at_each_step_is_not_remembered_for_ever() -> None:
     assert sum(map(len, transforms._results.values())) <= PlacedTransforms.LIMIT
 
 
-def test_a_transform_that_steps_on_two_shapes_in_turn_is_placed_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transform_that_steps_on_two_shapes_in_turn_is_placed_once_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     placed_for: list[object] = []
 
-    def counted(tx: mfx.Transform, params: object, *args: object, **kwargs: object) -> mfx.Transform:
+    def counted(
+        tx: mfx.Transform, params: object, *args: object, **kwargs: object
+    ) -> mfx.Transform:
         placed_for.append(params)
         return placed(tx, params, *args, **kwargs)
 
@@ -154,7 +162,9 @@ def keeps_its_input():
         own = updates if donate.updates else mfx.tree.map(torch.clone, updates)
         at = mfx.tree.Present(updates)
         last = at.fill(at.pick(own), state["last"])
-        return at.fill([a + b for a, b in zip(at.pick(own), at.pick(state["last"]), strict=True)]), {"last": last}
+        return at.fill(
+            [a + b for a, b in zip(at.pick(own), at.pick(state["last"]), strict=True)]
+        ), {"last": last}
 
     return init, update
 
@@ -185,10 +195,13 @@ def by_place():
         return {"sum": tuple(torch.zeros_like(leaf) for leaf in params.values())}
 
     def update(updates, state, params=None):
-        total = tuple(s if u is None else s + u for s, u in zip(state["sum"], updates.values(), strict=True))
-        return {n: None if u is None else s.clone() for (n, u), s in zip(updates.items(), total, strict=True)}, {
-            "sum": total
-        }
+        total = tuple(
+            s if u is None else s + u for s, u in zip(state["sum"], updates.values(), strict=True)
+        )
+        return {
+            n: None if u is None else s.clone()
+            for (n, u), s in zip(updates.items(), total, strict=True)
+        }, {"sum": total}
 
     return init, update
 
@@ -203,7 +216,9 @@ MUON = mfx.chain(
 )
 CHAINS = {
     "muon with adamw": mfx.partition({"muon": MUON, "adamw": mfx.adamw(1e-2)}, LABELS),
-    "with numbers as tensors": mfx.partition({"muon": mfx.as_tensors(MUON), "adamw": mfx.lion(1e-2)}, LABELS),
+    "with numbers as tensors": mfx.partition(
+        {"muon": mfx.as_tensors(MUON), "adamw": mfx.lion(1e-2)}, LABELS
+    ),
     "matrix transforms first, next to each other and last": mfx.partition(
         {
             "muon": mfx.chain(
@@ -220,12 +235,17 @@ CHAINS = {
         {"muon": mfx.masked(mfx.momentum(debias=True), mfx.routing.path("[ad].*"))},
         {name: "muon" if name.endswith("weight") else None for name in MANY_SHAPES},
     ),
-    "compact state": mfx.chain(mfx.scale_by_adam(mu_dtype=mfx.int8(), nu_dtype=torch.bfloat16), mfx.scale(-0.1)),
+    "compact state": mfx.chain(
+        mfx.scale_by_adam(mu_dtype=mfx.int8(), nu_dtype=torch.bfloat16), mfx.scale(-0.1)
+    ),
     "behind a sum over leaves": mfx.chain(mfx.clip_by_global_norm(1.0), mfx.adamw(1e-2)),
     "state that is what was given": mfx.partition(
         {
             "muon": mfx.chain(
-                mfx.momentum(), mfx.orthogonalize(dtype=torch.bfloat16, steps=2), keeps_its_input(), takes_turns()
+                mfx.momentum(),
+                mfx.orthogonalize(dtype=torch.bfloat16, steps=2),
+                keeps_its_input(),
+                takes_turns(),
             ),
             "adamw": mfx.chain(keeps_its_input(), takes_turns(), mfx.scale(-0.1)),
         },
@@ -259,9 +279,13 @@ def stepped(tx, layout, dtype, *, absent, donate, bucket_bytes=None):
         given = {name: None if grad is None else grad.clone() for name, grad in grads.items()}
         donation = mfx.Donation(donate, True)
         with torch.no_grad():
-            updates, state = run.run(grads, state, params, donate=donation, apply_to_params=add_in_place)
+            updates, state = run.run(
+                grads, state, params, donate=donation, apply_to_params=add_in_place
+            )
         assert set(updates.values()) == {None}
-        assert donate or all(grads[name] is None or torch.equal(grads[name], given[name]) for name in grads)
+        assert donate or all(
+            grads[name] is None or torch.equal(grads[name], given[name]) for name in grads
+        )
     return params, state
 
 
@@ -289,7 +313,9 @@ def test_an_offloaded_member_of_a_chain_does_not_apply_its_updates() -> None:
     """Only the last group adds updates to the parameters, and the numbers of the member keep their names."""
     ends = []
     for first in (mfx.momentum(0.5), mfx.sharding.offload(mfx.momentum(0.5))):
-        model = torch.nn.ParameterDict({name: torch.nn.Parameter(leaf.clone()) for name, leaf in PARAMS.items()})
+        model = torch.nn.ParameterDict(
+            {name: torch.nn.Parameter(leaf.clone()) for name, leaf in PARAMS.items()}
+        )
         tx = mfx.chain(first, mfx.clip_by_global_norm(1.0), mfx.scale_by_learning_rate(0.1))
         optimizer = mfx.TransformOptimizer(model, tx)
         for _ in range(2):
@@ -305,10 +331,15 @@ def test_buckets_are_found_again_for_other_parameters() -> None:
     run = placed(mfx.scale(2.0), PARAMS, Where(bucket_bytes=8))
     state = run.functions.init(PARAMS)
     for absent in ("b", "a"):
-        for params in ({**PARAMS, absent: None}, {name: PARAMS[name] for name in PARAMS if name != absent}):
+        for params in (
+            {**PARAMS, absent: None},
+            {name: PARAMS[name] for name in PARAMS if name != absent},
+        ):
             updates, _ = run.run(params, state, params)
             assert updates.keys() == params.keys()
-            assert {name for name, leaf in updates.items() if leaf is not None} == PARAMS.keys() - {absent}
+            assert {name for name, leaf in updates.items() if leaf is not None} == PARAMS.keys() - {
+                absent
+            }
 
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
@@ -325,11 +356,17 @@ def returns_its_state():
 def test_a_group_does_not_overwrite_the_state_that_the_group_before_it_returned() -> None:
     run = placed(mfx.chain(returns_its_state(), mfx.clip_by_global_norm(1.0)), PARAMS)
     grads = {name: leaf.clone() for name, leaf in PARAMS.items()}
-    _, state = run.run(grads, run.functions.init(PARAMS), PARAMS, donate=mfx.Donation(updates=True, state=True))
-    kit.violation.require_same("state", state["returns_its_state"], PARAMS, "the sum of the updates")
+    _, state = run.run(
+        grads, run.functions.init(PARAMS), PARAMS, donate=mfx.Donation(updates=True, state=True)
+    )
+    kit.violation.require_same(
+        "state", state["returns_its_state"], PARAMS, "the sum of the updates"
+    )
 
 
-@mfx.transform(locality=lambda inner: inner.locality, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
+@mfx.transform(
+    locality=lambda inner: inner.locality, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT)
+)
 def one_by_one(inner: mfx.Transform):
     """Call the inner transform for one leaf after the other."""
 

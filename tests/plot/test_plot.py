@@ -74,7 +74,9 @@ def test_a_spectrum_is_the_singular_values():
     ax = mfx.plot.plot_spectrum(before, after.requires_grad_())
     sizes = torch.linalg.svdvals(before.double())
     assert list(ax.lines[0].get_ydata()) == pytest.approx((sizes / sizes[0]).tolist())
-    assert list(ax.lines[1].get_ydata()) == pytest.approx(torch.linalg.svdvals(after.double()).tolist())
+    assert list(ax.lines[1].get_ydata()) == pytest.approx(
+        torch.linalg.svdvals(after.double()).tolist()
+    )
     assert list(ax.lines[1].get_xdata()) == list(range(1, 25))
     assert [text.get_text() for text in ax.texts] == ["before, over its largest", "after"]
 
@@ -84,7 +86,11 @@ def test_a_spectrum_is_the_singular_values():
 
 def test_update_rms_is_what_the_monitors_measured():
     params = {"a": torch.ones(4, 2), "b": torch.ones(3), "idle": torch.ones(2)}
-    grads = {"a": torch.full((4, 2), 3.0), "b": torch.tensor([0.0, 3.0, 4.0]), "idle": torch.zeros(2)}
+    grads = {
+        "a": torch.full((4, 2), 3.0),
+        "b": torch.tensor([0.0, 3.0, 4.0]),
+        "idle": torch.zeros(2),
+    }
     tx = mfx.chain(
         mfx.monitor("grads", ("rms", "norm"), by_leaf=True),
         mfx.scale(0.5),
@@ -96,14 +102,21 @@ def test_update_rms_is_what_the_monitors_measured():
     assert rows == ["a", "b", "idle"]
     for line, factor in zip(ax.lines, (1.0, 0.5), strict=True):
         drawn = {rows[int(y)]: x for x, y in zip(*line.get_data(), strict=True)}
-        assert drawn == pytest.approx({"a": 3.0 * factor, "b": (25 / 3) ** 0.5 * factor})  # zero has no place here
+        assert drawn == pytest.approx(
+            {"a": 3.0 * factor, "b": (25 / 3) ** 0.5 * factor}
+        )  # zero has no place here
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["grads", "steps"]
 
 
 def test_memory_bars_add_up_to_the_bytes():
     params = {f"w{i}": torch.zeros(64, 32 + i) for i in range(3)}
-    parts = {"muon": mfx.chain(mfx.momentum(dtype=torch.bfloat16), mfx.orthogonalize()), "adamw": mfx.scale_by_adam()}
-    state = mfx.partition(parts, {name: "muon" if name == "w0" else "adamw" for name in params}).init(params)
+    parts = {
+        "muon": mfx.chain(mfx.momentum(dtype=torch.bfloat16), mfx.orthogonalize()),
+        "adamw": mfx.scale_by_adam(),
+    }
+    state = mfx.partition(
+        parts, {name: "muon" if name == "w0" else "adamw" for name in params}
+    ).init(params)
     found = mfx.summary(state)
     for what in (state, found):
         ax = mfx.plot.plot_state_memory(what)
@@ -113,7 +126,9 @@ def test_memory_bars_add_up_to_the_bytes():
         assert sum(drawn) * scale == pytest.approx(found.nbytes)
         assert rows == ["adamw", "muon.momentum.trace.w0"]
         assert drawn[1] * scale == pytest.approx(64 * 32 * 2)
-    assert [text.get_text().split(",")[0] for text in ax.get_legend().get_texts()] == list(found.by_dtype())
+    assert [text.get_text().split(",")[0] for text in ax.get_legend().get_texts()] == list(
+        found.by_dtype()
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- plans
@@ -121,9 +136,15 @@ def test_memory_bars_add_up_to_the_bytes():
 
 @pytest.mark.parametrize("size", [3, 40])
 def test_a_plan_is_drawn_as_its_work_by_rank(size: int):
-    params = {"up": torch.zeros(256, 64), "down": torch.zeros(64, 256), "square": torch.zeros(64, 64)}
+    params = {
+        "up": torch.zeros(256, 64),
+        "down": torch.zeros(64, 256),
+        "square": torch.zeros(64, 64),
+    }
     layout = mfx.sharding.zero(params, size, partition="flat")
-    plan = mfx.sharding.plan_for(mfx.muon(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32)), layout)
+    plan = mfx.sharding.plan_for(
+        mfx.muon(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32)), layout
+    )
     ax = mfx.plot.plot_plan(plan)
     scale = {"kFLOP": 1e3, "MFLOP": 1e6, "GFLOP": 1e9}[ax.get_xlabel().split(", ")[1].split(" ")[0]]
     assert [width * scale for width in sums(ax, size)] == pytest.approx(plan.flops)
@@ -145,9 +166,15 @@ def plan_without_matrices() -> object:
     ("draw", "message"),
     [
         (lambda: mfx.plot.plot_plan(plan_without_matrices()), "no matrices to compute"),
-        (lambda: mfx.plot.plot_update_rms(mfx.momentum().init({"w": torch.ones(2)})), 'no "rms" of a monitor'),
+        (
+            lambda: mfx.plot.plot_update_rms(mfx.momentum().init({"w": torch.ones(2)})),
+            'no "rms" of a monitor',
+        ),
         (lambda: mfx.plot.plot_state_memory({}), "nothing to draw"),
-        (lambda: mfx.plot.plot_spectrum(torch.zeros(2, 3, 4)), r"before must be one matrix.*, found shape \(2, 3, 4\)"),
+        (
+            lambda: mfx.plot.plot_spectrum(torch.zeros(2, 3, 4)),
+            r"before must be one matrix.*, found shape \(2, 3, 4\)",
+        ),
         (lambda: mfx.plot.plot_band([0.5, 0.4]), r"runs must be a table .* found shape \(2,\)"),
     ],
 )
@@ -183,12 +210,18 @@ def test_the_pictures_of_the_guide_are_those_that_its_script_draws(tmp_path: Pat
     page = (script.parents[1] / "docs" / "looking.md").read_text(encoding="utf-8")
 
     def words(path: Path) -> list[str]:
-        return ["".join(node.itertext()) for node in ElementTree.parse(path).iter() if node.tag.endswith("}text")]
+        return [
+            "".join(node.itertext())
+            for node in ElementTree.parse(path).iter()
+            if node.tag.endswith("}text")
+        ]
 
     assert len(drawn) == 5
     for path in drawn:
         kept = script.parents[1] / "docs" / "assets" / path.name
-        assert words(path) == words(kept), f"{kept.name} is not what the library draws now: python {script}"
+        assert words(path) == words(kept), (
+            f"{kept.name} is not what the library draws now: python {script}"
+        )
         assert f"assets/{path.name}" in page
 
 
@@ -208,7 +241,11 @@ def rows_of(table: dict[str, dict[float, list[list[float]]]]) -> list[dict]:
 
 STUDY = rows_of(
     {
-        "muon": {0.1: [[3.0, 1.0], [3.0, 2.0]], 0.01: [[4.0, 3.0], [4.0, 3.5]], 1.0: [[5.0, float("nan")], [5.0, 0.1]]},
+        "muon": {
+            0.1: [[3.0, 1.0], [3.0, 2.0]],
+            0.01: [[4.0, 3.0], [4.0, 3.5]],
+            1.0: [[5.0, float("nan")], [5.0, 0.1]],
+        },
         "adamw": {0.1: [[3.5, 2.5], [2.0, 1.8]]},
     }
 )
@@ -226,7 +263,9 @@ def test_losses_are_drawn_at_the_best_rate_of_each_optimizer():
     assert [line.get_ydata().tolist() for line in ax.lines] == [[3.0, 1.5], [2.75, 2.15]]
     assert ax.lines[0].get_xdata().tolist() == [10, 20]
     assert band_of(ax, 0) == (1.0, 3.0)
-    assert len({line.get_marker() for line in ax.lines} | {line.get_color() for line in ax.lines}) == 4
+    assert (
+        len({line.get_marker() for line in ax.lines} | {line.get_color() for line in ax.lines}) == 4
+    )
 
 
 def test_losses_over_rates_leave_out_rates_that_diverged():
@@ -241,14 +280,20 @@ def test_rates_that_diverged_have_crosses_and_a_best_rate_at_the_edge_is_named()
     falling = rows_of({"sgd": {rate: [[3.0, 3 - rate]] * 2 for rate in (0.01, 0.1, 1.0)}})
     ax = mfx.plot.plot_rates([*STUDY, *falling])
     assert [line.get_label() for line in ax.lines] == ["muon", "adamw", "sgd (best at the edge)"]
-    crosses = [drawn.get_offsets()[:, 0].tolist() for drawn in ax.collections if isinstance(drawn, PathCollection)]
+    crosses = [
+        drawn.get_offsets()[:, 0].tolist()
+        for drawn in ax.collections
+        if isinstance(drawn, PathCollection)
+    ]
     assert crosses == [[1.0], [], []]  # of muon, adamw and sgd
 
 
 def test_each_optimizer_has_its_own_look():
     rows = rows_of({name: {0.1: [[1.0]]} for name in "abcdefghijklmnopqrstuvwx"})
     lines = mfx.plot.plot_rates(rows).lines
-    assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}) == 24
+    assert (
+        len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}) == 24
+    )
     assert {line.get_linestyle() for line in lines[:6]} == {"-"}
 
 
@@ -267,7 +312,9 @@ def test_runs_that_all_diverge_are_named_and_drawn_without_points():
 
 
 def test_rows_of_studies_with_other_steps_are_refused_and_in_any_order_drawn():
-    with pytest.raises(ValueError, match=r"rows: muon at rate 0\.1 has no report of seed 7 at step 20, expected"):
+    with pytest.raises(
+        ValueError, match=r"rows: muon at rate 0\.1 has no report of seed 7 at step 20, expected"
+    ):
         mfx.plot.plot_losses([*STUDY, {**STUDY[0], "seed": 7}])
     expected = [line.get_ydata().tolist() for line in mfx.plot.plot_losses(STUDY).lines]
     by_name = sorted(STUDY, key=lambda row: (row["optimizer"] != "muon", -row["step"]))
@@ -280,7 +327,9 @@ def test_steps_to_a_loss_are_drawn_where_each_seed_reaches_it():
     assert names == ["muon", "adamw (not reached)"]  # one seed of adamw does not reach it
     assert len(ax.lines[1].get_xdata()) == 0
     assert (ax.lines[0].get_xdata().tolist(), ax.lines[0].get_ydata().tolist()) == ([0.1], [20.0])
-    with pytest.raises(ValueError, match=r"target: no optimizer reaches a loss of 0\.05 .*one seed is 0\.1"):
+    with pytest.raises(
+        ValueError, match=r"target: no optimizer reaches a loss of 0\.05 .*one seed is 0\.1"
+    ):
         mfx.plot.plot_steps_to(STUDY, 0.05)
 
 
@@ -296,21 +345,31 @@ def test_the_validation_loss_is_drawn_if_there_is_one(draw: Callable):
 def test_a_rate_at_which_one_seed_diverged_has_a_cross_and_is_not_the_best():
     assert [row["loss"] for row in STUDY if row["rate"] == 1.0 and row["seed"] == 1][-1] == 0.1
     ax = mfx.plot.plot_rates(STUDY)
-    crosses = [drawn.get_offsets()[:, 0].tolist() for drawn in ax.collections if isinstance(drawn, PathCollection)]
+    crosses = [
+        drawn.get_offsets()[:, 0].tolist()
+        for drawn in ax.collections
+        if isinstance(drawn, PathCollection)
+    ]
     assert crosses == [[1.0], []]
     assert 1.0 not in ax.lines[0].get_xdata()
     assert mfx.plot.plot_losses(STUDY).lines[0].get_label() == "muon, rate 0.1"
 
 
 @pytest.mark.parametrize(
-    "draw", [mfx.plot.plot_losses, mfx.plot.plot_rates, lambda rows: mfx.plot.plot_steps_to(rows, 3.0)]
+    "draw",
+    [mfx.plot.plot_losses, mfx.plot.plot_rates, lambda rows: mfx.plot.plot_steps_to(rows, 3.0)],
 )
 def test_a_missing_seed_is_warned_of_and_incomplete_rows_are_named(draw: Callable):
     without_a_seed = [row for row in STUDY if (row["rate"], row["seed"]) != (0.01, 1)]
-    with pytest.warns(UserWarning, match=r"rows: muon at rate 0\.01 has no rows of seed 1, which others have"):
+    with pytest.warns(
+        UserWarning, match=r"rows: muon at rate 0\.01 has no rows of seed 1, which others have"
+    ):
         draw(without_a_seed)
     with_validation = [row | {"validation_loss": 7.0} for row in STUDY]
-    with pytest.raises(ValueError, match="rows: found a validation_loss in 16 of 32 rows, expected it in all or none"):
+    with pytest.raises(
+        ValueError,
+        match="rows: found a validation_loss in 16 of 32 rows, expected it in all or none",
+    ):
         draw([*STUDY, *with_validation])
     without_a_step = {key: value for key, value in STUDY[2].items() if key != "step"}
     with pytest.raises(ValueError, match="rows: row 2 has no 'step', expected the keys of a row"):
@@ -326,7 +385,9 @@ def test_rates_with_another_last_step_are_refused():
 def test_a_schedule_is_drawn_step_by_step():
     schedule = mfx.warmup_cosine_decay_schedule(0.1, 3, total_steps=10)
     ax = mfx.plot.plot_schedule(schedule, 10, label="warmup")
-    assert ax.lines[0].get_ydata().tolist() == [float(schedule(torch.tensor(step))) for step in range(10)]
+    assert ax.lines[0].get_ydata().tolist() == [
+        float(schedule(torch.tensor(step))) for step in range(10)
+    ]
     assert ax.get_legend() is not None
     with pytest.raises(ValueError, match="steps: found 0"):
         mfx.plot.plot_schedule(schedule, 0)

@@ -53,11 +53,18 @@ def spectrum(kind: str, r: int) -> torch.Tensor:
         return torch.tensor([(1.0, 0.3, 0.02)[3 * i // r] for i in range(r)], dtype=torch.float64)
     if kind == "deficient":
         kept = (r + 1) // 2
-        return torch.cat([torch.logspace(0, -1, kept, dtype=torch.float64), torch.zeros(r - kept, dtype=torch.float64)])
+        return torch.cat(
+            [
+                torch.logspace(0, -1, kept, dtype=torch.float64),
+                torch.zeros(r - kept, dtype=torch.float64),
+            ]
+        )
     raise AssertionError(kind)
 
 
-def problem(seed: int, m: int, n: int, kind: str = "geometric", batch: tuple[int, ...] = ()) -> Problem:
+def problem(
+    seed: int, m: int, n: int, kind: str = "geometric", batch: tuple[int, ...] = ()
+) -> Problem:
     """A seeded problem with a chosen spectrum, no side zero."""
     generator = torch.Generator().manual_seed(seed)
     r = min(m, n)
@@ -98,7 +105,9 @@ def gap(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest relative Frobenius distance of a matrix of `a` from its partner in `b`."""
-    return ((a.double() - b.double()).norm(dim=(-2, -1)) / b.double().norm(dim=(-2, -1))).max().item()
+    return (
+        ((a.double() - b.double()).norm(dim=(-2, -1)) / b.double().norm(dim=(-2, -1))).max().item()
+    )
 
 
 SCALINGS = (
@@ -120,7 +129,9 @@ SCALINGS = (
 )
 
 
-def scaled(kind: str, seed: int, n: int, m: int, batch: int = 1, spread: float = 3.0) -> torch.Tensor:
+def scaled(
+    kind: str, seed: int, n: int, m: int, batch: int = 1, spread: float = 3.0
+) -> torch.Tensor:
     """Matrices `(batch, n, m)` in fp32 that are far from Gaussian, largest magnitude about 1 (`spread`: of exponents).
 
     In all of them, some directions of small singular values are within rows of large ones.
@@ -132,7 +143,9 @@ def scaled(kind: str, seed: int, n: int, m: int, batch: int = 1, spread: float =
 
     x, r = normal(n, m), min(n, m)
     if kind in ("rows", "columns", "entries"):
-        x = x * torch.exp(spread * normal(*{"rows": (n, 1), "columns": (1, m), "entries": (n, m)}[kind]))
+        x = x * torch.exp(
+            spread * normal(*{"rows": (n, 1), "columns": (1, m), "entries": (n, m)}[kind])
+        )
     elif kind == "cauchy":
         x = x / normal(n, m)
     elif kind == "one huge row":
@@ -147,7 +160,10 @@ def scaled(kind: str, seed: int, n: int, m: int, batch: int = 1, spread: float =
         u, v = (torch.linalg.qr(normal(side, r))[0] for side in (n, m))
         x = (u * torch.tensor([(1.0, 0.3, 0.02)[3 * i // r] for i in range(r)])) @ v.mT
     elif kind == "parallel rows":  # in pairs, as near as anything between 0 and 1
-        x[:, 1::2] = x[:, : 2 * (n // 2) : 2] + torch.rand(batch, n // 2, 1, generator=generator) * x[:, 1::2]
+        x[:, 1::2] = (
+            x[:, : 2 * (n // 2) : 2]
+            + torch.rand(batch, n // 2, 1, generator=generator) * x[:, 1::2]
+        )
     elif kind == "two rows":
         x[:, 1 % n] = x[:, 0] + 0.2 * torch.rand(batch, 1, generator=generator) * x[:, 1 % n]
         x[:, 2:] *= 1e-4
@@ -158,7 +174,10 @@ def scaled(kind: str, seed: int, n: int, m: int, batch: int = 1, spread: float =
         if kind == "rotated pairs":
             half = n // 2
             first, second = x[:, :half].clone(), x[:, half : 2 * half].clone()
-            x[:, :half], x[:, half : 2 * half] = (first + second) / 2**0.5, (second - first) / 2**0.5
+            x[:, :half], x[:, half : 2 * half] = (
+                (first + second) / 2**0.5,
+                (second - first) / 2**0.5,
+            )
     elif kind == "zero rows":
         x[:, ::2] = 0
     elif kind == "ones":

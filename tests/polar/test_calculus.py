@@ -49,7 +49,9 @@ def test_derivatives_are_in_fp32_after_a_call_without_derivatives() -> None:
 
 @pytest.mark.parametrize("width", [2, 3])
 def test_derivatives_with_respect_to_coefficients(width: int) -> None:
-    table = torch.tensor([[3.0, -3.0, 1.0], [1.5, -0.5, 0.1]], dtype=torch.float64)[:, :width].requires_grad_()
+    table = torch.tensor([[3.0, -3.0, 1.0], [1.5, -0.5, 0.1]], dtype=torch.float64)[
+        :, :width
+    ].requires_grad_()
     x = matrix(2, 3).requires_grad_()
 
     def run(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -78,7 +80,9 @@ def test_coefficients_can_be_mapped_over() -> None:
         assert mapped.dtype == torch.float32
         bound = 1e-4 if dtype == torch.float32 else 0.2
         torch.testing.assert_close(mapped, loop, rtol=bound, atol=bound)
-    slopes = vmap(grad(lambda t: orthogonalize(x, coefficients=t, dtype=torch.float32).sum()))(tables)
+    slopes = vmap(grad(lambda t: orthogonalize(x, coefficients=t, dtype=torch.float32).sum()))(
+        tables
+    )
     assert slopes.shape == tables.shape
 
 
@@ -119,10 +123,18 @@ def test_derivatives_at_zero_are_finite(
 
 
 def test_many_is_differentiable() -> None:
-    xs = [matrix(2, 3).requires_grad_(), matrix(3, 2).requires_grad_(), matrix(2, 3, batch=(2,)).requires_grad_()]
-    assert torch.autograd.gradcheck(lambda *z: tuple(orthogonalize_many(z, steps=2)), tuple(xs), check_forward_ad=True)
+    xs = [
+        matrix(2, 3).requires_grad_(),
+        matrix(3, 2).requires_grad_(),
+        matrix(2, 3, batch=(2,)).requires_grad_(),
+    ]
+    assert torch.autograd.gradcheck(
+        lambda *z: tuple(orthogonalize_many(z, steps=2)), tuple(xs), check_forward_ad=True
+    )
     assert torch.autograd.gradgradcheck(lambda *z: tuple(orthogonalize_many(z, steps=1)), tuple(xs))
-    small = grad(lambda z: sum(y.sum() for y in orthogonalize_many([z, z.mT], max_scratch_bytes=1)))(xs[0].detach())
+    small = grad(
+        lambda z: sum(y.sum() for y in orthogonalize_many([z, z.mT], max_scratch_bytes=1))
+    )(xs[0].detach())
     assert gap(small, grad(lambda z: 2 * orthogonalize(z).sum())(xs[0].detach())) < 1e-11
 
 
@@ -146,7 +158,9 @@ def test_auto_is_at_least_fp32_where_derivatives_are_taken_and_nowhere_else() ->
         assert torch.equal(orthogonalize(x.clone().requires_grad_()), bf16(x))
     assert torch.equal(orthogonalize(x.clone().requires_grad_()), fp32(x))
     with forward_ad.dual_level():
-        assert torch.equal(forward_ad.unpack_dual(orthogonalize(forward_ad.make_dual(x, x))).primal, fp32(x))
+        assert torch.equal(
+            forward_ad.unpack_dual(orthogonalize(forward_ad.make_dual(x, x))).primal, fp32(x)
+        )
     taken: list[Callable[[Any], Any]] = [
         lambda run: grad(lambda z: run(z)[0, 0])(x),
         lambda run: jvp(run, (x,), (torch.ones_like(x),)),
@@ -160,7 +174,8 @@ def test_auto_is_at_least_fp32_where_derivatives_are_taken_and_nowhere_else() ->
         torch.testing.assert_close(take(orthogonalize), take(fp32), rtol=0, atol=0)
     assert grad(lambda z: orthogonalize(z.to(torch.bfloat16))[0, 0].float())(x).isfinite().all()
     assert torch.equal(
-        grad(lambda z: bf16(z)[0, 0])(x), grad(lambda z: orthogonalize(z, dtype=torch.bfloat16)[0, 0])(x)
+        grad(lambda z: bf16(z)[0, 0])(x),
+        grad(lambda z: orthogonalize(z, dtype=torch.bfloat16)[0, 0])(x),
     )
 
 
@@ -187,7 +202,9 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", ["polar_express", "aol", "cubic"])  # safety, scaled rows, two coefficients a step
+@pytest.mark.parametrize(
+    "name", ["polar_express", "aol", "cubic"]
+)  # safety, scaled rows, two coefficients a step
 def test_traced_equals_eager(name: str) -> None:
     x = problem(0, 6, 9, batch=(2,)).x.float()
     settings = {"coefficients": name, "dtype": torch.float32}
@@ -197,15 +214,30 @@ def test_traced_equals_eager(name: str) -> None:
 
 def test_many_traces_without_recompiling() -> None:
     counter = Counter()
-    run = torch.compile(lambda *z: orthogonalize_many(z, dtype=torch.float32), fullgraph=True, backend=counter)
+    run = torch.compile(
+        lambda *z: orthogonalize_many(z, dtype=torch.float32), fullgraph=True, backend=counter
+    )
     for seed in range(3):
         xs = [problem(seed, *shape).x.float() for shape in ((4, 6), (6, 4), (5, 5), (4, 6))]
-        for found, expected in zip(run(*xs), orthogonalize_many(xs, dtype=torch.float32), strict=True):
+        for found, expected in zip(
+            run(*xs), orthogonalize_many(xs, dtype=torch.float32), strict=True
+        ):
             assert gap(found, expected) < 1e-5
     assert counter.graphs == 1
 
 
-MANY_SHAPES = [(8, 12), (16, 40), (40, 16), (20, 20), (24, 9), (2, 8, 12), (3, 13, 9), (10, 11), (12, 31), (31, 12)]
+MANY_SHAPES = [
+    (8, 12),
+    (16, 40),
+    (40, 16),
+    (20, 20),
+    (24, 9),
+    (2, 8, 12),
+    (3, 13, 9),
+    (10, 11),
+    (12, 31),
+    (31, 12),
+]
 
 
 @pytest.mark.slow
@@ -220,30 +252,47 @@ MANY_SHAPES = [(8, 12), (16, 40), (40, 16), (20, 20), (24, 9), (2, 8, 12), (3, 1
     ],
     ids=str,
 )
-def test_more_shapes_than_the_compiler_would_trace_one_by_one(settings: dict, dynamic: bool | None) -> None:
+def test_more_shapes_than_the_compiler_would_trace_one_by_one(
+    settings: dict, dynamic: bool | None
+) -> None:
     counter = Counter()
-    run = torch.compile(lambda x: orthogonalize(x, **settings), fullgraph=True, backend=counter, dynamic=dynamic)
+    run = torch.compile(
+        lambda x: orthogonalize(x, **settings), fullgraph=True, backend=counter, dynamic=dynamic
+    )
     for shape in MANY_SHAPES:
         x = torch.randn(shape)
-        assert gap(run(x), orthogonalize(x, **settings)) < (1e-5 if settings.get("dtype") == torch.float32 else 0.2)
-    assert counter.graphs <= 5  # wide, tall, square and a batch; without `dynamic`, the first shape too
+        assert gap(run(x), orthogonalize(x, **settings)) < (
+            1e-5 if settings.get("dtype") == torch.float32 else 0.2
+        )
+    assert (
+        counter.graphs <= 5
+    )  # wide, tall, square and a batch; without `dynamic`, the first shape too
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "dynamic"), [({"dtype": torch.float32, "method": "gram"}, True), ({"dtype": torch.bfloat16}, None)]
+    ("settings", "dynamic"),
+    [({"dtype": torch.float32, "method": "gram"}, True), ({"dtype": torch.bfloat16}, None)],
 )
-def test_large_matrices_trace_at_a_second_and_third_shape(settings: dict, dynamic: bool | None) -> None:
-    run = torch.compile(lambda x: orthogonalize(x, **settings), fullgraph=True, backend=Counter(), dynamic=dynamic)
+def test_large_matrices_trace_at_a_second_and_third_shape(
+    settings: dict, dynamic: bool | None
+) -> None:
+    run = torch.compile(
+        lambda x: orthogonalize(x, **settings), fullgraph=True, backend=Counter(), dynamic=dynamic
+    )
     for shape in [(256, 300), (260, 520), (320, 270), (2, 260, 264)]:
         x = torch.randn(shape)
-        assert gap(run(x), orthogonalize(x, **settings)) < (1e-3 if settings["dtype"] == torch.float32 else 0.2)
+        assert gap(run(x), orthogonalize(x, **settings)) < (
+            1e-3 if settings["dtype"] == torch.float32 else 0.2
+        )
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("shape", [(8, 12), (12, 8), (260, 300)])
 def test_symbolic_traces_are_right_at_other_shapes(mode: str, shape: tuple[int, int]) -> None:
-    trace = make_fx(lambda x: orthogonalize(x, dtype=torch.float32), tracing_mode=mode)(torch.randn(shape))
+    trace = make_fx(lambda x: orthogonalize(x, dtype=torch.float32), tracing_mode=mode)(
+        torch.randn(shape)
+    )
     other = (shape[0] + 1, shape[1] + 2) if mode == "symbolic" and max(shape) < 100 else shape
     x = torch.randn(other)
     assert gap(trace(x), orthogonalize(x, dtype=torch.float32)) < 1e-3
@@ -255,7 +304,9 @@ def test_compiled_equals_eager(dtype) -> None:
     x = problem(0, 24, 16, "gaussian", (2,)).x.float()
     run = torch.compile(lambda z: orthogonalize(z, dtype=dtype), fullgraph=True)
     for k in (1.0, 2.0**-100, 2.0**100):
-        assert gap(run(x * k), orthogonalize(x, dtype=dtype)) < (1e-5 if dtype == torch.float32 else 0.2)
+        assert gap(run(x * k), orthogonalize(x, dtype=dtype)) < (
+            1e-5 if dtype == torch.float32 else 0.2
+        )
     assert torch.equal(run(x * 2.0**-100), run(x))
     zero = torch.zeros_like(x)
     assert torch.equal(run(zero), zero)

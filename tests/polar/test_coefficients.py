@@ -106,11 +106,23 @@ def test_malformed_coefficients_are_refused(value, error: type[Exception], words
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        *((lambda s=s: with_safety("keller", s), "above 0") for s in (0.0, -1.0, math.nan, math.inf)),
-        (lambda: Coefficients("mine", ((1.5, -0.5),), norm_safety=math.nan), r"expected a number from 0\.001 to 1000"),
-        (lambda: Coefficients("mine", ((1.5, -0.5),), norm_safety=0.0), r"expected a number from 0\.001 to 1000"),
         *(
-            (lambda r=r: Coefficients("mine", ((1.5, -0.5),) * 5, restarts=r), "expected ascending numbers of steps")
+            (lambda s=s: with_safety("keller", s), "above 0")
+            for s in (0.0, -1.0, math.nan, math.inf)
+        ),
+        (
+            lambda: Coefficients("mine", ((1.5, -0.5),), norm_safety=math.nan),
+            r"expected a number from 0\.001 to 1000",
+        ),
+        (
+            lambda: Coefficients("mine", ((1.5, -0.5),), norm_safety=0.0),
+            r"expected a number from 0\.001 to 1000",
+        ),
+        *(
+            (
+                lambda r=r: Coefficients("mine", ((1.5, -0.5),) * 5, restarts=r),
+                "expected ascending numbers of steps",
+            )
             for r in ((0, 2), (3, 2), (1.5,))
         ),
         *((lambda low=low: band("keller", low), "lower") for low in (0.0, -0.1, 1.5, math.nan)),
@@ -153,7 +165,9 @@ def test_error_of_the_best_quintic_alternates_four_times(low: float, high: float
 
 
 @pytest.mark.parametrize("lower", [1e-4, 1e-3, 1e-2])
-def test_composition_is_symmetric_about_one_and_better_than_the_published_sets(lower: float) -> None:
+def test_composition_is_symmetric_about_one_and_better_than_the_published_sets(
+    lower: float,
+) -> None:
     low, high, _ = band(fit_coefficients(5, lower, cushion=0), lower)
     assert low + high == pytest.approx(2, abs=1e-6)
     for name in ("keller", "quintic", "polar_express_5", "cans"):
@@ -189,7 +203,9 @@ def test_ranges_are_checked(arguments: dict, word: str, error: type[Exception]) 
     st.sampled_from([1.0, 1.01, 1.1]),
 )
 @example(20, 1 - 1e-9, 0, 1.0)
-def test_every_argument_in_range_has_a_fit(steps: int, lower: float, cushion: float, safety: float) -> None:
+def test_every_argument_in_range_has_a_fit(
+    steps: int, lower: float, cushion: float, safety: float
+) -> None:
     # Once an interval has shrunk to the point 1, its ends may come out in the wrong order.
     fitted = fit_coefficients(steps, lower, cushion=cushion, safety=safety)
     assert len(fitted.steps) == steps
@@ -232,20 +248,38 @@ def test_what_is_not_a_floating_matrix_is_refused(x, error: type[Exception], wor
         ({"steps": 2.0}, TypeError, "steps: found 2.0"),
         ({"steps": True}, TypeError, "steps: found True"),
         ({"steps": 0, "coefficients": torch.ones(2, 3)}, ValueError, "steps: found 0"),
-        ({"dtype": "bfloat16"}, ValueError, "dtype: found 'bfloat16', expected 'auto' or a torch.dtype"),
+        (
+            {"dtype": "bfloat16"},
+            ValueError,
+            "dtype: found 'bfloat16', expected 'auto' or a torch.dtype",
+        ),
         ({"dtype": torch.int8}, TypeError, "dtype: found torch.int8"),
         ({"dtype": torch.complex64}, TypeError, "dtype: found torch.complex64"),
         ({"dtype": None}, TypeError, "dtype: found None"),
-        ({"method": "fast"}, ValueError, "method: found 'fast', expected 'auto', 'standard' or 'gram'"),
+        (
+            {"method": "fast"},
+            ValueError,
+            "method: found 'fast', expected 'auto', 'standard' or 'gram'",
+        ),
         ({"method": None}, ValueError, "method: found None"),
-        ({"method": "gram", "coefficients": torch.ones(2, 3)}, ValueError, "method: found 'gram' with a tensor"),
+        (
+            {"method": "gram", "coefficients": torch.ones(2, 3)},
+            ValueError,
+            "method: found 'gram' with a tensor",
+        ),
         ({"products": "cublas"}, ValueError, "products: found 'cublas'"),
-        ({"products": "quack"}, ValueError, "products: found 'quack', expected 'auto', 'batched' or 'blocks'"),
+        (
+            {"products": "quack"},
+            ValueError,
+            "products: found 'quack', expected 'auto', 'batched' or 'blocks'",
+        ),
         ({"max_scratch_bytes": 0}, ValueError, "max_scratch_bytes: found 0"),
     ],
 )
 @pytest.mark.parametrize("x", [GOOD, torch.ones(0, 3)])
-def test_malformed_options_are_refused(x: torch.Tensor, options: dict, error: type[Exception], words: str) -> None:
+def test_malformed_options_are_refused(
+    x: torch.Tensor, options: dict, error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         orthogonalize(x, **options)
     with pytest.raises(error, match=words):
@@ -255,14 +289,19 @@ def test_malformed_options_are_refused(x: torch.Tensor, options: dict, error: ty
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        *((lambda rtol=rtol: polar_factor(GOOD, rtol=rtol), ValueError, "rtol") for rtol in (-0.1, 1.0, float("nan"))),
+        *(
+            (lambda rtol=rtol: polar_factor(GOOD, rtol=rtol), ValueError, "rtol")
+            for rtol in (-0.1, 1.0, float("nan"))
+        ),
         *(
             (lambda shape=shape: explain(shape), TypeError, r"shape must be \(rows, columns\)")
             for shape in ((32,), (2, 3, 4), (4.0, 4), 128, torch.ones(2, 2))
         ),
     ],
 )
-def test_other_malformed_arguments_are_refused(call: Any, error: type[Exception], words: str) -> None:
+def test_other_malformed_arguments_are_refused(
+    call: Any, error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         call()
 
@@ -277,9 +316,13 @@ def root_mean_square(matrix: torch.Tensor, name: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("rows", "ratios"), [((64, 128), (0.84, 0.88)), ((256,), (0.89, 0.94)), ((512,), (0.90, 0.96))], ids=str
+    ("rows", "ratios"),
+    [((64, 128), (0.84, 0.88)), ((256,), (0.89, 0.94)), ((512,), (0.90, 0.96))],
+    ids=str,
 )
-def test_the_page_has_the_ratio_of_the_sizes_of_two_sets(rows: tuple[int, ...], ratios: tuple[float, float]):
+def test_the_page_has_the_ratio_of_the_sizes_of_two_sets(
+    rows: tuple[int, ...], ratios: tuple[float, float]
+):
     least, largest = ratios
     assert f"{least:.2f} to {largest:.2f} for {' and '.join(map(str, rows))}" in PAGE.read_text()
     generator = torch.Generator().manual_seed(0)
@@ -288,7 +331,9 @@ def test_the_page_has_the_ratio_of_the_sizes_of_two_sets(rows: tuple[int, ...], 
             measured: list[float] = []
             for _ in range(4):
                 matrix = torch.randn(row_count, columns, generator=generator)
-                measured.append(root_mean_square(matrix, "keller") / root_mean_square(matrix, "polar_express_5"))
+                measured.append(
+                    root_mean_square(matrix, "keller") / root_mean_square(matrix, "polar_express_5")
+                )
             assert least - 0.01 < sum(measured) / len(measured) < largest + 0.01
 
 

@@ -48,7 +48,9 @@ def lengths(plan: mfx.polar.Plan) -> list[int]:
 
 
 @pytest.mark.parametrize("torch_is_for_cuda", [False, True])
-def test_a_plan_for_a_gpu_is_printed_without_one(monkeypatch: pytest.MonkeyPatch, torch_is_for_cuda: bool) -> None:
+def test_a_plan_for_a_gpu_is_printed_without_one(
+    monkeypatch: pytest.MonkeyPatch, torch_is_for_cuda: bool
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0" if torch_is_for_cuda else None)
     hardware.cuda_capability.cache_clear()
@@ -63,7 +65,11 @@ def test_a_plan_for_a_gpu_is_printed_without_one(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("cuda")
 def test_auto_takes_fp16_where_it_allows_fewer_stages_than_bf16() -> None:
     plan = explain((2048, 8192), CUDA)
-    assert (plan.dtype, plan.rounded_to, lengths(plan)) == (torch.float16, torch.bfloat16, [2, 1, 2])
+    assert (plan.dtype, plan.rounded_to, lengths(plan)) == (
+        torch.float16,
+        torch.bfloat16,
+        [2, 1, 2],
+    )
     assert lengths(explain((2048, 8192), CUDA, dtype=torch.bfloat16)) == [1, 1, 1, 2]
     assert "3 stages, for which bf16 rounds too much" in str(plan)
     assert plan.bound is not None
@@ -83,7 +89,9 @@ def test_auto_takes_fp16_where_it_allows_fewer_stages_than_bf16() -> None:
         ((2048, 8192), {"coefficients": "cubic"}),
     ],
 )
-def test_auto_stays_with_bf16_where_fp16_saves_nothing_or_is_too_narrow(shape: tuple[int, int], settings: dict) -> None:
+def test_auto_stays_with_bf16_where_fp16_saves_nothing_or_is_too_narrow(
+    shape: tuple[int, int], settings: dict
+) -> None:
     plan = explain(shape, CUDA, **settings)
     assert (plan.dtype, plan.rounded_to) == (torch.bfloat16, None)
 
@@ -112,7 +120,9 @@ def bf16_load(shape: tuple[int, int]) -> float:
 def test_ranks_compare_the_library_of_both_dtypes(
     failing: tuple[torch.dtype, ...], library: str, cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quack, "failure", lambda device, dtype: "broken" if dtype in failing else None)
+    monkeypatch.setattr(
+        quack, "failure", lambda device, dtype: "broken" if dtype in failing else None
+    )
     libraries = product_libraries(mfx.orthogonalize(), [torch.float32], CUDA)
     assert set(libraries.values()) == {library}
 
@@ -184,14 +194,18 @@ def test_fp16_is_more_accurate_than_bf16(kind: str, name: str) -> None:
 
 
 @pytest.mark.usefixtures("half")
-@pytest.mark.parametrize("kind", ["rows", "two rows", "parallel rows", "one huge row", "entries", "zero rows"])
+@pytest.mark.parametrize(
+    "kind", ["rows", "two rows", "parallel rows", "one huge row", "entries", "zero rows"]
+)
 @pytest.mark.parametrize("name", ["polar_express_5", "keller", "quintic", "deepseek_v4"])
 def test_singular_values_stay_within_the_bound_of_the_plan(kind: str, name: str) -> None:
     plan = explain(SHAPE, coefficients=name, method="gram")
     assert plan.dtype == torch.float16
     assert plan.bound is not None
     y = orthogonalize(scaled(kind, 0, *SHAPE, batch=2)[0], coefficients=name, method="gram")
-    assert torch.linalg.matrix_norm(y.double(), 2) <= (plan.bound + 2e-3) * band(name).peak  # and one rounding to bf16
+    assert (
+        torch.linalg.matrix_norm(y.double(), 2) <= (plan.bound + 2e-3) * band(name).peak
+    )  # and one rounding to bf16
 
 
 # ------------------------------------------------------------------------------------------------------ laws
@@ -199,7 +213,9 @@ def test_singular_values_stay_within_the_bound_of_the_plan(kind: str, name: str)
 
 @pytest.mark.usefixtures("half")
 def test_rounding_to_bf16_first_changes_no_bit() -> None:
-    example = mfx.testing.Example.of({"wide": SHAPE, "tall": SHAPE[::-1], "square": (256, 256)}, steps=2)
+    example = mfx.testing.Example.of(
+        {"wide": SHAPE, "tall": SHAPE[::-1], "square": (256, 256)}, steps=2
+    )
     rounding_first_changes_nothing(mfx.orthogonalize(), *example)
 
 
@@ -221,7 +237,10 @@ def test_a_matrix_has_the_same_bits_alone_in_a_batch_and_donated(dtype: torch.dt
     assert torch.equal(orthogonalize_many([other, x, other.mT.contiguous()])[1], alone)
     stack = torch.stack([other, x])
     assert torch.equal(orthogonalize(stack)[1], alone)
-    for donated in ([x.clone(), other.clone()], list(stack.clone().unbind())):  # adjacent in memory, or not
+    for donated in (
+        [x.clone(), other.clone()],
+        list(stack.clone().unbind()),
+    ):  # adjacent in memory, or not
         donated[0].copy_(x)
         results = orthogonalize_many(donated, donate=True)
         assert results[0] is donated[0]
@@ -243,21 +262,35 @@ def test_the_function_and_the_iteration_in_place_agree() -> None:
 
 @pytest.mark.parametrize(
     ("held", "compute"),
-    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float32, torch.float32)],
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+        (torch.float32, torch.float32),
+    ],
 )
 @pytest.mark.parametrize("exponent", [-100, 0, 100])
-def test_devices_normalize_as_cpus_do(held: torch.dtype, compute: torch.dtype, exponent: int) -> None:
-    batch = torch.stack([matrix("row-scaled", 8, 20), torch.zeros(8, 20), torch.full((8, 20), torch.inf)])
+def test_devices_normalize_as_cpus_do(
+    held: torch.dtype, compute: torch.dtype, exponent: int
+) -> None:
+    batch = torch.stack(
+        [matrix("row-scaled", 8, 20), torch.zeros(8, 20), torch.full((8, 20), torch.inf)]
+    )
     batch = batch.to(held) * 2.0**exponent
     on_cpu = normalize_by_powers_(batch.clone(), 1.02, compute)
     on_device = normalize_in_fp64_(batch.clone(), 1.02, compute)
     assert on_device.dtype == on_cpu.dtype == compute
     wide = batch.double()
-    norms = torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=torch.finfo(torch.float64).smallest_normal)
+    norms = torch.linalg.matrix_norm(wide, keepdim=True).clamp(
+        min=torch.finfo(torch.float64).smallest_normal
+    )
     eps = torch.finfo(compute).eps
     half_of_subnormal_step = torch.finfo(compute).smallest_normal * eps / 2
     torch.testing.assert_close(
-        on_device.double(), wide / (1.02 * norms), rtol=0.501 * eps, atol=half_of_subnormal_step, equal_nan=True
+        on_device.double(),
+        wide / (1.02 * norms),
+        rtol=0.501 * eps,
+        atol=half_of_subnormal_step,
+        equal_nan=True,
     )
     compiled = normalized_in_fp64(batch, compute, 1.02)
     torch.testing.assert_close(compiled, on_device, rtol=eps, atol=0, equal_nan=True)
@@ -266,7 +299,9 @@ def test_devices_normalize_as_cpus_do(held: torch.dtype, compute: torch.dtype, e
     torch.testing.assert_close(on_device, on_cpu, rtol=rtol, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("held", "compute"), [(torch.bfloat16, torch.float16), (torch.float32, torch.float32)])
+@pytest.mark.parametrize(
+    ("held", "compute"), [(torch.bfloat16, torch.float16), (torch.float32, torch.float32)]
+)
 @given(st.integers(-126, 127))
 def test_devices_normalize_each_matrix_alone_and_at_any_magnitude(
     held: torch.dtype, compute: torch.dtype, exponent: int

@@ -26,12 +26,16 @@ def test_given_stages_are_those_of_the_same_restarts() -> None:
     assert torch.equal(orthogonalize(x, method=(2, 1, 2), dtype=torch.float32), expected)
     tx = mfx.orthogonalize(method=(2, 1, 2), dtype=torch.float32)
     assert torch.equal(tx.update({"w": x}, tx.init({"w": x}))[0]["w"], expected)
-    compiled = torch.compile(lambda y: orthogonalize(y, method=(2, 1, 2), dtype=torch.float32), backend="eager")
+    compiled = torch.compile(
+        lambda y: orthogonalize(y, method=(2, 1, 2), dtype=torch.float32), backend="eager"
+    )
     torch.testing.assert_close(compiled(x), expected, rtol=0, atol=2e-5)
 
 
 def test_stages_that_round_too_much_are_taken_with_a_warning_and_shown() -> None:
-    with pytest.warns(RuntimeWarning, match=r"stages of 2 \+ 3 steps, rounding to torch.float16 .* 1.26 times"):
+    with pytest.warns(
+        RuntimeWarning, match=r"stages of 2 \+ 3 steps, rounding to torch.float16 .* 1.26 times"
+    ):
         plan = explain(SHAPE, method=(2, 3), dtype=torch.float16)
     assert lengths(plan) == [2, 3]
     steps, _, safety, *_ = polynomials("polar_express_5")
@@ -67,8 +71,15 @@ def test_a_tensor_of_coefficients_takes_no_stages() -> None:
 @pytest.mark.parametrize("products", ["batched", "blocks"])
 @pytest.mark.parametrize("stages", ["standard", (3, 2), (5,)])
 @pytest.mark.parametrize("c", [0.375, 0.0])
-def test_the_cost_counts_the_operations_that_run(products: str, stages: str | tuple[int, ...], c: float) -> None:
-    settings = {"method": stages, "products": products, "dtype": torch.float32, "coefficients": [(1.5, -0.5, c)] * 5}
+def test_the_cost_counts_the_operations_that_run(
+    products: str, stages: str | tuple[int, ...], c: float
+) -> None:
+    settings = {
+        "method": stages,
+        "products": products,
+        "dtype": torch.float32,
+        "coefficients": [(1.5, -0.5, c)] * 5,
+    }
     with Counter() as counter:
         orthogonalize(torch.ones(300, 400), **settings)
     assert flops(newton_schulz_cost((300, 400), **settings)) == pytest.approx(counter.totals.flops)

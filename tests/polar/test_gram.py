@@ -35,7 +35,9 @@ def test_gram_is_the_same_polynomial_under_any_restarts(p: Problem, name: str, r
 @given(problems(), st.sampled_from(list(PRESETS)), st.sampled_from([torch.float64, torch.float32]))
 def test_gram_equals_standard_within_the_dtype(p: Problem, name: str, dtype: torch.dtype) -> None:
     x = p.x.to(dtype)
-    gram, plain = (orthogonalize(x, coefficients=name, method=m, dtype=dtype) for m in ("gram", "standard"))
+    gram, plain = (
+        orthogonalize(x, coefficients=name, method=m, dtype=dtype) for m in ("gram", "standard")
+    )
     assert relative(gram, plain) < 10 * tolerance("polar_express", dtype)
 
 
@@ -73,16 +75,24 @@ def test_policy_stays_with_standard_where_gram_would_round_more_or_cost_more() -
     assert taken((SMALLEST_GRAM - 1, 4096)) == "standard"
     assert taken((512, 2048), coefficients="aol") == "standard"
     unsafe = explain(
-        (512, 2048), dtype=torch.bfloat16, coefficients=replace(PRESETS["polar_express"], restarts=(2, 4, 6))
+        (512, 2048),
+        dtype=torch.bfloat16,
+        coefficients=replace(PRESETS["polar_express"], restarts=(2, 4, 6)),
     )
-    assert max(len(stage.steps) for stage in unsafe.stages[:-1]) == 1  # the set's restarts are not safe in bf16
+    assert (
+        max(len(stage.steps) for stage in unsafe.stages[:-1]) == 1
+    )  # the set's restarts are not safe in bf16
     assert taken((512, 2048), coefficients=torch.ones(3, 3)) == "standard"
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES])
 @pytest.mark.parametrize("shape", [(300, 400), (400, 300), (2, 260, 300), (300, 300)])
-def test_large_matrices_take_the_same_path_alone_and_among_others(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    compute = torch.float32 if dtype == torch.float16 else dtype  # fp16 products take minutes on a CPU
+def test_large_matrices_take_the_same_path_alone_and_among_others(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    compute = (
+        torch.float32 if dtype == torch.float16 else dtype
+    )  # fp16 products take minutes on a CPU
     generator = torch.Generator().manual_seed(0)
     x, other = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     copy = x.clone()
@@ -98,7 +108,12 @@ def test_large_matrices_take_the_same_path_alone_and_among_others(shape: tuple[i
 @pytest.mark.parametrize("scratch", [None, 1])
 @pytest.mark.parametrize(
     "shapes",
-    [[(5, 8)], [(4, 5, 8), (8, 5)], [(300, 400), (400, 300), (300, 400)], [(3, 300, 300), (300, 300), (0, 4)]],
+    [
+        [(5, 8)],
+        [(4, 5, 8), (8, 5)],
+        [(300, 400), (400, 300), (300, 400)],
+        [(3, 300, 300), (300, 300), (0, 4)],
+    ],
 )
 def test_donated_inputs_take_the_results(
     shapes: list[tuple[int, ...]], scratch: int | None, compute: torch.dtype
@@ -113,31 +128,47 @@ def test_donated_inputs_take_the_results(
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float16])
 def test_large_matrices_of_any_magnitude_keep_their_polynomial(compute: torch.dtype) -> None:
-    drawn = torch.randn(256, 257, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 8
+    drawn = (
+        torch.randn(256, 257, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 8
+    )
     for magnitude in (1e-36, 1e-20, 1.0, 1e20, 1e38):
         x = (drawn * magnitude).float()
         found = orthogonalize(x, dtype=compute, steps=1)
-        assert gap(found, orthogonalize(x.double(), steps=1)) < {torch.float32: 1e-5}.get(compute, 0.02), magnitude
+        assert gap(found, orthogonalize(x.double(), steps=1)) < {torch.float32: 1e-5}.get(
+            compute, 0.02
+        ), magnitude
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("steps", [6, 8, 12])
 @pytest.mark.parametrize("name", ["keller", "polar_express_5"])
-def test_more_steps_than_a_set_has_keep_short_stages(name: str, steps: int, dtype: torch.dtype) -> None:
+def test_more_steps_than_a_set_has_keep_short_stages(
+    name: str, steps: int, dtype: torch.dtype
+) -> None:
     # keller's own restarts (2, 4) once ended there: a stage of four steps and more, garbage on a matrix of low rank
-    assert max(len(stage.steps) for stage in explain((256, 512), coefficients=name, steps=steps).stages) <= 2
+    assert (
+        max(
+            len(stage.steps) for stage in explain((256, 512), coefficients=name, steps=steps).stages
+        )
+        <= 2
+    )
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 16, generator=generator) @ torch.randn(16, 512, generator=generator)
     exact = orthogonalize(x.double(), coefficients=name, steps=steps, method="standard")
     gram, plain = (
-        orthogonalize(x, coefficients=name, steps=steps, method=m, dtype=dtype) for m in ("gram", "standard")
+        orthogonalize(x, coefficients=name, steps=steps, method=m, dtype=dtype)
+        for m in ("gram", "standard")
     )
     assert relative(gram, exact) < 2 * relative(plain, exact)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # what torch derives products with
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*:DeprecationWarning"
+)  # what torch derives products with
 def test_large_matrices_carry_tangents() -> None:
-    x, t = torch.randn(2, 256, 260, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+    x, t = torch.randn(
+        2, 256, 260, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).unbind()
     with forward_ad.dual_level():
         y, tangent = forward_ad.unpack_dual(orthogonalize(forward_ad.make_dual(x, t)))
     expected, wanted = torch.func.jvp(orthogonalize, (x,), (t,))
@@ -168,15 +199,27 @@ def test_donated_matrices_at_following_offsets_of_two_buffers_stay_apart() -> No
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "shapes", [[(2, 4, 8), (2, 8, 4)], [(4, 8), (8, 4)], [(4, 8), (4, 8)], [(3, 256, 300), (300, 256), (256, 300)]]
+    "shapes",
+    [
+        [(2, 4, 8), (2, 8, 4)],
+        [(4, 8), (8, 4)],
+        [(4, 8), (4, 8)],
+        [(3, 256, 300), (300, 256), (256, 300)],
+    ],
 )
 @pytest.mark.parametrize("donate", [False, True])
 def test_new_results_keep_no_more_memory_than_they_take(
     shapes: list[tuple[int, ...]], donate: bool, compute: torch.dtype
 ) -> None:
     xs = [torch.randn(shape) for shape in shapes]
-    xs.append(xs[0].new_ones(()).expand(shapes[0]))  # overwritten in no case, since its elements share memory
-    new = [y for y, x in zip(orthogonalize_many(xs, dtype=compute, donate=donate), xs, strict=True) if y is not x]
+    xs.append(
+        xs[0].new_ones(()).expand(shapes[0])
+    )  # overwritten in no case, since its elements share memory
+    new = [
+        y
+        for y, x in zip(orthogonalize_many(xs, dtype=compute, donate=donate), xs, strict=True)
+        if y is not x
+    ]
     storages = {y.untyped_storage().data_ptr(): y.untyped_storage().nbytes() for y in new}
     assert sum(storages.values()) == sum(y.nbytes for y in new)
 
@@ -185,7 +228,11 @@ def test_new_results_keep_no_more_memory_than_they_take(
 def test_polynomials_that_diverge_give_what_they_give(steps: list) -> None:
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
     for method in ("gram", "standard"):
-        assert not orthogonalize(x, coefficients=steps, method=method, dtype=torch.float32).isfinite().all()
+        assert (
+            not orthogonalize(x, coefficients=steps, method=method, dtype=torch.float32)
+            .isfinite()
+            .all()
+        )
 
 
 @pytest.mark.parametrize("products", ["batched", "blocks"])
@@ -193,7 +240,11 @@ def test_polynomials_without_a_linear_term_are_computed_by_blocks_too(products: 
     x = torch.randn(256, 320, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     steps = [(1.25, 0.0, -0.25)] * 8
     exact = orthogonalize(x, coefficients=steps, method="standard", products="batched")
-    assert torch.allclose(orthogonalize(x, coefficients=steps, method="standard", products=products), exact, atol=1e-12)
+    assert torch.allclose(
+        orthogonalize(x, coefficients=steps, method="standard", products=products),
+        exact,
+        atol=1e-12,
+    )
 
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -215,7 +266,9 @@ def excess(
     xs = [torch.ones(shape, dtype=held) for shape in shapes]
     plans = [explain(shape[-2:], held=held, **settings) for shape in shapes]
     with PeakBytes() as peak:
-        found = orthogonalize_many(xs, max_scratch_bytes=limit, donate=where == "donate", **settings)
+        found = orthogonalize_many(
+            xs, max_scratch_bytes=limit, donate=where == "donate", **settings
+        )
     results = sum(y.numel() * y.itemsize for y in found)
     assert peak.most >= (results if where == "new" else 1)  # the counting sees what it must
     bound = max(limit, *(plan.scratch_bytes for plan in plans), 0)
@@ -229,7 +282,9 @@ class BatchSizes(TorchDispatchMode):
         super().__init__()
         self.found: set[int] = set()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
             self.found.add(args[0].shape[0])
         return function(*args, **(kwargs or {}))
@@ -268,7 +323,11 @@ COMPUTE = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(256, 400), st.integers(256, 400)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(256, 400), st.integers(256, 400)),
+        min_size=1,
+        max_size=4,
+    ),
     st.integers(1, 8 * MiB),
     COMPUTE,
     COMPUTE,
@@ -290,7 +349,9 @@ def test_the_bound_holds_for_every_way_of_doing_it(
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 64), st.integers(0, 64)).map(lambda s: (s[0], sum(s))), min_size=1),
+    st.lists(
+        st.tuples(st.integers(1, 64), st.integers(0, 64)).map(lambda s: (s[0], sum(s))), min_size=1
+    ),
     st.integers(1, MiB),
     COMPUTE,
 )
@@ -301,7 +362,9 @@ def test_small_wide_matrices_take_no_more_scratch_than_allowed(
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-def test_small_wide_and_tall_matrices_take_no_more_scratch_than_allowed(compute: torch.dtype) -> None:
+def test_small_wide_and_tall_matrices_take_no_more_scratch_than_allowed(
+    compute: torch.dtype,
+) -> None:
     shapes = [(96, 64), (64, 96)] * 40
     for limit in (1, 2 * MiB):
         assert excess(shapes, limit, "new", dtype=compute)[0] <= NUMBERS * len(shapes)
@@ -321,7 +384,12 @@ def test_with_a_workspace_later_calls_take_no_scratch_and_give_the_same_bits(
         given = [x.clone() for x in xs]
         with PeakBytes() as peak:
             found = orthogonalize_many(
-                given, dtype=compute, steps=3, donate=where == "donate", workspace=workspace, max_scratch_bytes=2 * MiB
+                given,
+                dtype=compute,
+                steps=3,
+                donate=where == "donate",
+                workspace=workspace,
+                max_scratch_bytes=2 * MiB,
             )
         assert all(map(torch.equal, found, wanted))
         kept += found
@@ -331,8 +399,12 @@ def test_with_a_workspace_later_calls_take_no_scratch_and_give_the_same_bits(
             batches = 2 * results if compute == torch.float32 else 0
             numbers = 16 * sum(x.numel() // x.shape[-1] for x in xs)  # norms of rows
             assert peak.most <= results + batches + numbers + 4 * KiB
-    assert all(map(torch.equal, kept, wanted * 4)), "a result lay in memory that a later call has used"
-    largest = max(explain(shape[-2:], dtype=compute, steps=3).scratch_bytes for shape in LARGE[name])
+    assert all(map(torch.equal, kept, wanted * 4)), (
+        "a result lay in memory that a later call has used"
+    )
+    largest = max(
+        explain(shape[-2:], dtype=compute, steps=3).scratch_bytes for shape in LARGE[name]
+    )
     assert 0 < workspace.nbytes <= max(2 * MiB, largest) + 4 * KiB
 
 

@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import _muon
 
-from muonfx.polar import PRESETS, band, orthogonalize, orthogonalize_many, polar_factor, scalar_polynomial
+from muonfx.polar import (
+    PRESETS,
+    band,
+    orthogonalize,
+    orthogonalize_many,
+    polar_factor,
+    scalar_polynomial,
+)
 
 from .strategies import (
     DTYPES,
@@ -41,17 +48,23 @@ def test_singular_values_are_those_of_the_scalar_polynomial(p: Problem, name: st
 def test_band_holds_in_low_precision(name: str, dtype: torch.dtype) -> None:
     p = problem(3, 24, 32, "clustered", (2,))
     low, _, peak = band(name, p.s.min().item())
-    found = torch.linalg.svdvals(orthogonalize(p.x.to(dtype), coefficients=name, dtype=dtype).double())
+    found = torch.linalg.svdvals(
+        orthogonalize(p.x.to(dtype), coefficients=name, dtype=dtype).double()
+    )
     margin = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
     assert found.min() > low - margin
     assert found.max() < peak + margin
 
 
 @given(problems(), sets, wide_dtypes)
-def test_error_against_a_float64_run_of_the_same_polynomial(p: Problem, name: str, dtype: torch.dtype) -> None:
+def test_error_against_a_float64_run_of_the_same_polynomial(
+    p: Problem, name: str, dtype: torch.dtype
+) -> None:
     x = p.x.to(dtype)
     exact = orthogonalize(x.double(), coefficients=name)
-    assert relative(orthogonalize(x, coefficients=name, dtype=dtype), exact) <= tolerance(name, dtype)
+    assert relative(orthogonalize(x, coefficients=name, dtype=dtype), exact) <= tolerance(
+        name, dtype
+    )
 
 
 @given(problems(), sets, wide_dtypes, st.integers(0, 10**6))
@@ -82,7 +95,9 @@ def test_negation_is_exact_and_the_input_has_a_positive_inner_product(
     dtypes,
     st.integers(-100, 100),
 )
-def test_power_of_two_scale_is_exact(p: Problem, name: str, held: torch.dtype, dtype: torch.dtype, k: int) -> None:
+def test_power_of_two_scale_is_exact(
+    p: Problem, name: str, held: torch.dtype, dtype: torch.dtype, k: int
+) -> None:
     x = coarse(p.x).to(held)
     scaled = x * 2.0**k
     assert torch.equal(scaled / 2.0**k, x)
@@ -91,7 +106,9 @@ def test_power_of_two_scale_is_exact(p: Problem, name: str, held: torch.dtype, d
 
 
 @given(problems(), st.sampled_from(list(PRESETS)), wide_dtypes, st.randoms())
-def test_permutations_and_transposes_pass_through(p: Problem, name: str, dtype: torch.dtype, random) -> None:
+def test_permutations_and_transposes_pass_through(
+    p: Problem, name: str, dtype: torch.dtype, random
+) -> None:
     m, n = p.x.shape[-2:]
     rows, columns = random.sample(range(m), m), random.sample(range(n), n)
     x = p.x.to(dtype)
@@ -99,17 +116,23 @@ def test_permutations_and_transposes_pass_through(p: Problem, name: str, dtype: 
     z = orthogonalize(x[..., rows, :][..., columns], coefficients=name, dtype=dtype)
     assert relative(z, y[..., rows, :][..., columns]) < 4 * tolerance(name, dtype)
     if name != "aol":
-        assert relative(orthogonalize(x.mT, coefficients=name, dtype=dtype).mT, y) < tolerance(name, dtype)
+        assert relative(orthogonalize(x.mT, coefficients=name, dtype=dtype).mT, y) < tolerance(
+            name, dtype
+        )
 
 
-@given(problems(("geometric", "clustered", "deficient")))  # a Gaussian matrix may need more than 14 steps
+@given(
+    problems(("geometric", "clustered", "deficient"))
+)  # a Gaussian matrix may need more than 14 steps
 def test_long_schedule_is_the_polar_factor(p: Problem) -> None:
     y = orthogonalize(p.x, coefficients="polar_express", steps=14)
     assert gap(y, polar_factor(p.x, rtol=1e-9)) < 1e-9
 
 
 @given(problems(), st.sampled_from(list(PRESETS)), dtypes, st.one_of(st.just("auto"), dtypes))
-def test_input_is_left_alone_and_output_is_like_it(p: Problem, name: str, held: torch.dtype, dtype) -> None:
+def test_input_is_left_alone_and_output_is_like_it(
+    p: Problem, name: str, held: torch.dtype, dtype
+) -> None:
     x = p.x.to(held)
     copy, version = x.clone(), x._version
     y = orthogonalize(x, coefficients=name, dtype=dtype)
@@ -123,7 +146,11 @@ def test_input_is_left_alone_and_output_is_like_it(p: Problem, name: str, held: 
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_no_set_amplifies_rounding_without_bound(name: str) -> None:
     # One part in 256 (bf16) too much at every step: CANS without its safety factor gives 1e60.
-    s = torch.linspace(0, 1, 100_001, dtype=torch.float64) * (1 + 2.0**-8) / PRESETS[name].norm_safety
+    s = (
+        torch.linspace(0, 1, 100_001, dtype=torch.float64)
+        * (1 + 2.0**-8)
+        / PRESETS[name].norm_safety
+    )
     for step in PRESETS[name].steps:
         s = scalar_polynomial([step], s) * (1 + 2.0**-8)
     assert s.abs().max() < 1.4
@@ -133,8 +160,12 @@ def test_no_set_amplifies_rounding_without_bound(name: str) -> None:
 def test_more_steps_repeat_the_last_polynomial_and_fewer_take_the_first() -> None:
     x = problem(0, 6, 9).x
     a, b = (3.4445, -4.7750, 2.0315), (1.5, -0.5)
-    assert torch.equal(orthogonalize(x, coefficients=[a, b], steps=4), orthogonalize(x, coefficients=[a, b, b, b]))
-    assert torch.equal(orthogonalize(x, coefficients=[a, b], steps=1), orthogonalize(x, coefficients=[a]))
+    assert torch.equal(
+        orthogonalize(x, coefficients=[a, b], steps=4), orthogonalize(x, coefficients=[a, b, b, b])
+    )
+    assert torch.equal(
+        orthogonalize(x, coefficients=[a, b], steps=1), orthogonalize(x, coefficients=[a])
+    )
 
 
 @pytest.mark.parametrize("shape", [(8, 20), (20, 8), (12, 12)])
@@ -165,7 +196,9 @@ def test_keller_in_bf16_is_that_of_torch_muon(shape: tuple[int, int], held: torc
 
 
 shapes = st.tuples(
-    st.lists(st.integers(0, 3), max_size=2), st.sampled_from([0, 1, 5, 8]), st.sampled_from([0, 1, 5, 8])
+    st.lists(st.integers(0, 3), max_size=2),
+    st.sampled_from([0, 1, 5, 8]),
+    st.sampled_from([0, 1, 5, 8]),
 )
 
 
@@ -183,10 +216,14 @@ def tensors(shapes: list, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
     st.sampled_from(list(PRESETS)),
     st.sampled_from([None, 1, 3000]),
 )
-def test_many_equals_a_loop(shapes: list, dtypes: list[torch.dtype], name: str, scratch: int | None) -> None:
+def test_many_equals_a_loop(
+    shapes: list, dtypes: list[torch.dtype], name: str, scratch: int | None
+) -> None:
     xs = tensors(shapes, dtypes)
     copies, versions = [x.clone() for x in xs], [x._version for x in xs]
-    found = orthogonalize_many(xs, coefficients=name, dtype=torch.float64, max_scratch_bytes=scratch)
+    found = orthogonalize_many(
+        xs, coefficients=name, dtype=torch.float64, max_scratch_bytes=scratch
+    )
     assert len(found) == len(xs)
     for y, x, copy, version in zip(found, xs, copies, versions, strict=True):
         one = orthogonalize(x, coefficients=name, dtype=torch.float64)
@@ -207,7 +244,9 @@ def test_one_group_is_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(a, b)
 
     monkeypatch.setattr(torch, "bmm", counted)
-    xs = tensors([((), 4, 8), ((), 8, 4), ((3,), 4, 8), ((0,), 4, 8), ((2, 2), 8, 4)], [torch.float32] * 5)
+    xs = tensors(
+        [((), 4, 8), ((), 8, 4), ((3,), 4, 8), ((0,), 4, 8), ((2, 2), 8, 4)], [torch.float32] * 5
+    )
     orthogonalize_many(xs, steps=1)
     assert products == [(9, 4, 8)]
     products.clear()
@@ -220,9 +259,15 @@ def test_one_group_is_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_order_of_memory_changes_no_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape)
     gaps = torch.zeros([2 * side for side in shape])[(slice(None, None, 2),) * x.ndim].copy_(x)
-    for other in (x.mT.contiguous().mT, gaps, x.unsqueeze(1).expand(shape[0], 1, *shape[1:]).squeeze(1)):
+    for other in (
+        x.mT.contiguous().mT,
+        gaps,
+        x.unsqueeze(1).expand(shape[0], 1, *shape[1:]).squeeze(1),
+    ):
         assert torch.equal(orthogonalize(other, dtype=dtype), orthogonalize(x, dtype=dtype))
-        assert torch.equal(orthogonalize_many([other], dtype=dtype)[0], orthogonalize_many([x], dtype=dtype)[0])
+        assert torch.equal(
+            orthogonalize_many([other], dtype=dtype)[0], orthogonalize_many([x], dtype=dtype)[0]
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -239,21 +284,33 @@ def test_no_magnitude_vanishes_or_overflows(held: torch.dtype, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(("held", "magnitude"), [(torch.float64, 1e-320), (torch.float32, 1e-42)])
-def test_subnormal_input_loses_only_the_bits_it_never_had(held: torch.dtype, magnitude: float) -> None:
+def test_subnormal_input_loses_only_the_bits_it_never_had(
+    held: torch.dtype, magnitude: float
+) -> None:
     x = coarse(problem(1, 12, 16, "clustered").x)
     x = (x / x.abs().max() * magnitude).to(held)
     ulp = torch.finfo(held).smallest_normal * torch.finfo(held).eps
-    reference = orthogonalize((x / ulp).double())  # the same matrix, in whole units of the last place
-    assert gap(orthogonalize(x, dtype=torch.float64), reference) < (1e-11 if held == torch.float64 else 1e-6)
+    reference = orthogonalize(
+        (x / ulp).double()
+    )  # the same matrix, in whole units of the last place
+    assert gap(orthogonalize(x, dtype=torch.float64), reference) < (
+        1e-11 if held == torch.float64 else 1e-6
+    )
     assert gap(orthogonalize(x, dtype=torch.float16), reference) < 0.05
 
 
 @pytest.mark.parametrize(
     ("wide", "narrow"),
-    [(torch.float32, torch.bfloat16), (torch.float64, torch.bfloat16), (torch.float64, torch.float32)],
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.bfloat16),
+        (torch.float64, torch.float32),
+    ],
 )
 @pytest.mark.parametrize("name", ["polar_express_5", "aol"])
-def test_rounding_before_the_door_changes_no_bit(wide: torch.dtype, narrow: torch.dtype, name: str) -> None:
+def test_rounding_before_the_door_changes_no_bit(
+    wide: torch.dtype, narrow: torch.dtype, name: str
+) -> None:
     # The reason why an exchange in the compute dtype equals one in the dtype of the gradients.
     x = problem(6, 12, 17, "gaussian", (2,)).x.to(wide) * 1e-9
     y = orthogonalize(x, coefficients=name, dtype=narrow)
@@ -290,9 +347,15 @@ def test_a_non_finite_entry_stays_in_its_matrix(bad: float, dtype: torch.dtype, 
     st.sampled_from(DTYPES),
     st.sampled_from(["keller", "aol", "cubic"]),
 )
-def test_every_shape_comes_back(batch: list[int], m: int, n: int, dtype: torch.dtype, name: str) -> None:
+def test_every_shape_comes_back(
+    batch: list[int], m: int, n: int, dtype: torch.dtype, name: str
+) -> None:
     x = torch.randn(*batch, m, n, generator=torch.Generator().manual_seed(m + 100 * n)).to(dtype)
-    for y in (orthogonalize(x, coefficients=name), orthogonalize_many([x], coefficients=name)[0], polar_factor(x)):
+    for y in (
+        orthogonalize(x, coefficients=name),
+        orthogonalize_many([x], coefficients=name)[0],
+        polar_factor(x),
+    ):
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
         assert y.isfinite().all()
         assert y is not x
@@ -351,13 +414,22 @@ def test_a_non_finite_matrix_gives_nan_and_spares_its_batch() -> None:
     assert gap(found[[0, 2]], clean[[0, 2]]) < 1e-14
 
 
-ORTHONORMAL = torch.linalg.qr(torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
+ORTHONORMAL = torch.linalg.qr(
+    torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+)[0]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # what torch derives products with
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*:DeprecationWarning"
+)  # what torch derives products with
 @pytest.mark.parametrize(
     "x",
-    [torch.eye(3).double(), ORTHONORMAL, ORTHONORMAL.mT, torch.diag(torch.tensor([2.0, 2.0, 1.0]).double())],
+    [
+        torch.eye(3).double(),
+        ORTHONORMAL,
+        ORTHONORMAL.mT,
+        torch.diag(torch.tensor([2.0, 2.0, 1.0]).double()),
+    ],
     ids=["identity", "tall", "wide", "two equal"],
 )
 def test_derivatives_exist_at_equal_singular_values(x: torch.Tensor) -> None:
@@ -372,15 +444,21 @@ def test_the_derivative_at_zero_is_zero() -> None:
     assert torch.equal(found, torch.zeros_like(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # what torch derives products with
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*:DeprecationWarning"
+)  # what torch derives products with
 def test_at_low_rank_the_derivative_is_that_among_matrices_of_that_rank() -> None:
     generator = torch.Generator().manual_seed(0)
-    a, b, da, db = (torch.randn(*s, dtype=torch.float64, generator=generator) for s in [(5, 2), (2, 4)] * 2)
+    a, b, da, db = (
+        torch.randn(*s, dtype=torch.float64, generator=generator) for s in [(5, 2), (2, 4)] * 2
+    )
 
     def factor(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return polar_factor(a @ b, rtol=1e-9)
 
     _, found = torch.func.jvp(factor, (a, b), (da, db))
     step = 1e-6
-    expected = (factor(a + step * da, b + step * db) - factor(a - step * da, b - step * db)) / (2 * step)
+    expected = (factor(a + step * da, b + step * db) - factor(a - step * da, b - step * db)) / (
+        2 * step
+    )
     assert gap(found, expected) < 1e-7

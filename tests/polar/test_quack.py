@@ -92,13 +92,17 @@ def test_products_that_pass_the_self_test_are_used(installed: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tall", [True, False])
-def test_the_whole_iteration_is_that_of_torch(installed: Any, tall: bool, dtype: torch.dtype) -> None:
+def test_the_whole_iteration_is_that_of_torch(
+    installed: Any, tall: bool, dtype: torch.dtype
+) -> None:
     n = 40
     x = torch.randn(2, n, 2 * n, generator=torch.Generator().manual_seed(n))
     x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(dtype)
     stages = staged(PRESETS["quintic"].steps, (2, 3), 1 / n, 2.0)
     batch = (x.mT if tall else x).contiguous().clone()
-    on = Buffered(batch, tall=tall, how="quack", small="quack", workspace=Workspace(), results=Workspace())
+    on = Buffered(
+        batch, tall=tall, how="quack", small="quack", workspace=Workspace(), results=Workspace()
+    )
     result = newton_schulz(batch, stages, on)
     expected = newton_schulz(x, stages, Functional())
     assert ((result.mT if tall else result) - expected).norm() < 0.02 * expected.norm()
@@ -158,7 +162,10 @@ def raising(exact: torch.Tensor) -> torch.Tensor:
 
 
 WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
-    "slightly wrong": (slightly_wrong, r"X X\^T of 2 x 264 x 136 in torch.bfloat16 has .* times the error of rounding"),
+    "slightly wrong": (
+        slightly_wrong,
+        r"X X\^T of 2 x 264 x 136 in torch.bfloat16 has .* times the error of rounding",
+    ),
     "unfinished": (unfinished, "has nan times the error"),
     "raising": (raising, "OSError: no compiler for this device"),
 }
@@ -190,7 +197,9 @@ def test_an_installed_quack_that_cannot_be_imported_is_a_warning(
 ) -> None:
     monkeypatch.delitem(sys.modules, "quack.gemm_interface")
     (tmp_path / "quack" / "gemm_interface.py").write_text("raise OSError('libcute.so: broken')")
-    with pytest.warns(RuntimeWarning, match=r"torch's products are used: OSError: libcute\.so: broken"):
+    with pytest.warns(
+        RuntimeWarning, match=r"torch's products are used: OSError: libcute\.so: broken"
+    ):
         assert explain(SHAPE, dtype=torch.bfloat16).products == "batched"
 
 
@@ -224,7 +233,8 @@ def test_other_matrices_use_torch_and_test_nothing(
 
 
 @pytest.mark.parametrize(
-    ("capability", "capable"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)]
+    ("capability", "capable"),
+    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)],
 )
 def test_hopper_and_blackwell_are_capable(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], capable: bool
@@ -247,11 +257,15 @@ def test_batched_products_and_plans_for_all_ranks_test_nothing(installed: Any) -
 
 
 @pytest.mark.parametrize("around", ["fake tensors", "a derivative", "a default device"])
-def test_the_self_test_computes_values_whatever_surrounds_its_first_use(installed: Any, around: str) -> None:
+def test_the_self_test_computes_values_whatever_surrounds_its_first_use(
+    installed: Any, around: str
+) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     if around == "a derivative":
-        torch.func.grad(lambda x: x * (quack.failure(CPU, torch.bfloat16) is None))(torch.tensor(1.0))
+        torch.func.grad(lambda x: x * (quack.failure(CPU, torch.bfloat16) is None))(
+            torch.tensor(1.0)
+        )
     else:
         with FakeTensorMode() if around == "fake tensors" else torch.device("meta"):
             quack.failure(CPU, torch.bfloat16)
@@ -260,7 +274,9 @@ def test_the_self_test_computes_values_whatever_surrounds_its_first_use(installe
 
 
 def test_the_package_imports_no_quack_and_no_triton_itself() -> None:
-    script = "import sys, torch; before = set(sys.modules); import muonfx, muonfx.polar.quack as quack\n"
+    script = (
+        "import sys, torch; before = set(sys.modules); import muonfx, muonfx.polar.quack as quack\n"
+    )
     script += "muonfx.polar.orthogonalize(torch.ones(3, 4))\n"
     script += "assert not {'quack', 'triton'} & (set(sys.modules) - before)"
     run_python("-c", script)

@@ -51,7 +51,10 @@ ROLES = {
     },
     "GraniteSpeech5ForCTC": {"encoder.input_linear.weight": "other"},
     "Kosmos2ForConditionalGeneration": {"image_to_text_projection.latent_query": "embedding"},
-    "LayoutLMv3Model": {"encoder.rel_pos_x_bias.weight": "embedding", "encoder.rel_pos_y_bias.weight": "embedding"},
+    "LayoutLMv3Model": {
+        "encoder.rel_pos_x_bias.weight": "embedding",
+        "encoder.rel_pos_y_bias.weight": "embedding",
+    },
     "LevitModel": {"encoder.stages.#.layers.#.attention_biases": "vector"},
     "LxmertModel": {"encoder.visn_fc.visn_fc.weight": "other"},
     "Ovis2ForConditionalGeneration": {"model.vision_tower.head_linear.weight": "head"},
@@ -69,7 +72,9 @@ def test_the_survey_reports_each_difference_from_the_record(survey):
     ((name, roles),) = survey.survey(["BertModel"], 1)
     assert survey.differences(name, roles, roles) == []
     pattern = "pooler.dense.weight"
-    assert survey.differences(name, {**roles, pattern: "head"}, roles) == [f"BertModel: {pattern}: head -> hidden"]
+    assert survey.differences(name, {**roles, pattern: "head"}, roles) == [
+        f"BertModel: {pattern}: head -> hidden"
+    ]
     without = {key: role for key, role in roles.items() if key != pattern}
     assert survey.differences(name, without, roles) == [f"BertModel: {pattern}: absent -> hidden"]
 
@@ -91,11 +96,15 @@ def test_muon_can_be_made_for_each_model_as_it_is_routed(script):
 
 def patterns(model: nn.Module, leaf: str) -> dict[str, str]:
     """The patterns of the parameters whose names contain `leaf`."""
-    return {name: view.pattern for name, view in mfx.default_labels(model).views.items() if leaf in name}
+    return {
+        name: view.pattern for name, view in mfx.default_labels(model).views.items() if leaf in name
+    }
 
 
 def test_query_key_and_value_of_gpt2_are_three_matrices_stored_in_out(script):
-    assert set(patterns(script.build("GPT-2"), "c_attn.weight").values()) == {"in (part=3 out) -> part out in"}
+    assert set(patterns(script.build("GPT-2"), "c_attn.weight").values()) == {
+        "in (part=3 out) -> part out in"
+    }
 
 
 def test_gate_and_up_of_gpt_oss_alternate(script):
@@ -106,14 +115,20 @@ def test_gate_and_up_of_gpt_oss_alternate(script):
 def test_keys_and_values_of_latent_attention_are_two_matrices(script):
     for title in ("DeepSeek-V3", "DeepSeek-V3.2", "GLM-5", "Kimi Linear"):
         found = set(patterns(script.build(title), "kv_b_proj").values())
-        assert found == {"(heads=4 (key=8 + value=8)) in -> (heads key) in, (heads value) in"}, title
+        assert found == {"(heads=4 (key=8 + value=8)) in -> (heads key) in, (heads value) in"}, (
+            title
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "leaf", "pattern"),
     [
         ("MoonshineModel", "decoder.layers.0.mlp.fc1", "(part=2 out) in -> part out in"),
-        ("Wav2Vec2ConformerModel", "0.conv_module.pointwise_conv1", "(part=2 out) ... -> part out (...)"),
+        (
+            "Wav2Vec2ConformerModel",
+            "0.conv_module.pointwise_conv1",
+            "(part=2 out) ... -> part out (...)",
+        ),
     ],
 )
 def test_values_and_gates_are_two_matrices(survey, name, leaf, pattern):
@@ -140,7 +155,9 @@ FALCON = [
         ("Persimmon", {}, "query_key_value", "_split_heads"),
     ],
 )
-def test_query_key_and_value_are_those_that_the_model_computes(script, monkeypatch, title, changed, leaf, split):
+def test_query_key_and_value_are_those_that_the_model_computes(
+    script, monkeypatch, title, changed, leaf, split
+):
     """The model's own function splits the outputs of unit inputs, which are the columns of the weight."""
     config, model, settings = script.MODELS[title]
     monkeypatch.setitem(script.MODELS, title, (config, model, {**settings, **changed}))
@@ -148,13 +165,19 @@ def test_query_key_and_value_are_those_that_the_model_computes(script, monkeypat
     (name, text), *_ = patterns(built, leaf).items()
     weight = torch.randn(built.get_parameter(name).shape)
     heads_last = split == "_reshape"
-    parts = getattr(built.get_submodule(name.rpartition(".")[0].rpartition(".")[0]), split)(weight.T[None])
+    parts = getattr(built.get_submodule(name.rpartition(".")[0].rpartition(".")[0]), split)(
+        weight.T[None]
+    )
     own = parse(text).split(weight)
     own = list(own[0]) if len(own) == 1 else own
     for found, part in zip(own, parts, strict=True):
-        rows = (part.transpose(1, 2) if heads_last else part)[0].flatten(1).T  # (heads * dim, inputs)
+        rows = (
+            (part.transpose(1, 2) if heads_last else part)[0].flatten(1).T
+        )  # (heads * dim, inputs)
         rows = rows.unflatten(0, (-1, part.shape[-1]))
-        distinct = rows[:: len(rows) * part.shape[-1] // len(found)]  # keys that several queries share are repeated
+        distinct = rows[
+            :: len(rows) * part.shape[-1] // len(found)
+        ]  # keys that several queries share are repeated
         torch.testing.assert_close(found, distinct.flatten(0, 1), rtol=0, atol=0)
 
 

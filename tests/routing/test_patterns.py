@@ -31,13 +31,17 @@ def patterns(draw: st.DrawFn) -> tuple[str, tuple[int, ...]]:
     for part in parts or [None]:
         names = draw(st.permutations([part if axis == divided else axis for axis in axes]))
         results.append(" ".join(_written(group) for group in _grouped(draw, names, least=2)))
-    return f"{left} -> {', '.join(results)}", tuple(prod(sizes[axis] for axis in dim) for dim in dims)
+    return f"{left} -> {', '.join(results)}", tuple(
+        prod(sizes[axis] for axis in dim) for dim in dims
+    )
 
 
 def _grouped(draw: st.DrawFn, names: list[str], least: int) -> list[list[str]]:
     """Divide names into at least ``least`` groups."""
     cuts = sorted(draw(st.sets(st.integers(1, len(names) - 1), min_size=least - 1)))
-    return [list(names[start:stop]) for start, stop in zip([0, *cuts], [*cuts, len(names)], strict=True)]
+    return [
+        list(names[start:stop]) for start, stop in zip([0, *cuts], [*cuts, len(names)], strict=True)
+    ]
 
 
 def _nested(text: str, among: int) -> str:
@@ -58,7 +62,9 @@ def test_join_undoes_split_and_each_element_is_in_one_matrix(drawn: tuple[str, t
     pattern, leaf = parse(text), numbered(shape)
     stacks = pattern.split(leaf)
     assert torch.equal(pattern.join(stacks, shape), leaf)
-    assert torch.equal(torch.cat([stack.flatten() for stack in stacks]).sort().values, leaf.flatten())
+    assert torch.equal(
+        torch.cat([stack.flatten() for stack in stacks]).sort().values, leaf.flatten()
+    )
 
 
 @given(patterns())
@@ -71,7 +77,9 @@ def test_the_units_of_a_tensor_have_the_matrices_of_the_tensor(drawn: tuple[str,
     apart = parse(units.pattern).split(leaf.reshape(-1, *units.shape))
 
     def matrices(stacks: list[torch.Tensor]) -> list[list[list[float]]]:
-        return sorted(matrix.tolist() for stack in stacks for matrix in stack.reshape(-1, *stack.shape[-2:]))
+        return sorted(
+            matrix.tolist() for stack in stacks for matrix in stack.reshape(-1, *stack.shape[-2:])
+        )
 
     assert matrices(apart) == matrices(pattern.split(leaf))
 
@@ -84,9 +92,13 @@ def test_a_pattern_is_updated_as_its_matrices_are_as_parameters(drawn: tuple[str
     updates = whole.update({"w": leaf}, whole.init({"w": leaf}))[0]["w"]
     apart = mfx.orthogonalize()
     for found, stack in zip(parse(text).split(updates), parse(text).split(leaf), strict=True):
-        matrices = {str(at): matrix for at, matrix in enumerate(stack.reshape(-1, *stack.shape[-2:]))}
+        matrices = {
+            str(at): matrix for at, matrix in enumerate(stack.reshape(-1, *stack.shape[-2:]))
+        }
         expected = apart.update(matrices, apart.init(matrices))[0]
-        torch.testing.assert_close(found.reshape(-1, *found.shape[-2:]), torch.stack(list(expected.values())))
+        torch.testing.assert_close(
+            found.reshape(-1, *found.shape[-2:]), torch.stack(list(expected.values()))
+        )
 
 
 @pytest.mark.parametrize(
@@ -98,10 +110,16 @@ def test_a_pattern_is_updated_as_its_matrices_are_as_parameters(drawn: tuple[str
         ("out ... -> out (...)", (8, 3, 2, 2), [(8, 12)]),
         ("... in out -> ... out in", (2, 4, 5, 6), [(2, 4, 6, 5)]),
         ("... out in -> ... out in", (5, 6), [(5, 6)]),
-        ("((q=4 + k=2 + v=2) dim) in -> q dim in, k dim in, v dim in", (24, 5), [(4, 3, 5), (2, 3, 5), (2, 3, 5)]),
+        (
+            "((q=4 + k=2 + v=2) dim) in -> q dim in, k dim in, v dim in",
+            (24, 5),
+            [(4, 3, 5), (2, 3, 5), (2, 3, 5)],
+        ),
     ],
 )
-def test_the_last_two_dims_are_rows_and_columns(text: str, shape: tuple[int, ...], found: list[tuple[int, ...]]):
+def test_the_last_two_dims_are_rows_and_columns(
+    text: str, shape: tuple[int, ...], found: list[tuple[int, ...]]
+):
     assert [tuple(stack.shape) for stack in parse(text).split(numbered(shape))] == found
 
 
@@ -116,7 +134,9 @@ def test_the_last_two_dims_are_rows_and_columns(text: str, shape: tuple[int, ...
         ("out (heads=4 dim) -> heads out dim", (6, 8), None),
     ],
 )
-def test_units_begin_after_the_leading_batch_axes(text: str, shape: tuple[int, ...], unit: tuple[int, int] | None):
+def test_units_begin_after_the_leading_batch_axes(
+    text: str, shape: tuple[int, ...], unit: tuple[int, int] | None
+):
     found = parse(text).independent(shape)
     assert (found and found.shape) == unit
 
@@ -135,7 +155,10 @@ def test_units_begin_after_the_leading_batch_axes(text: str, shape: tuple[int, .
         ("a) b -> a b", "a closing parenthesis has no opening one"),
         ("a (b=3 (c)) -> a b", r"parts with '\+' between them"),
         ("(a=1 + b=2) (c=1 + d=2) -> a c", r"several axes are divided by '\+'"),
-        ("(a + b=2) c -> a c", "one result with each of a, c once and one result with each of b, c once"),
+        (
+            "(a + b=2) c -> a c",
+            "one result with each of a, c once and one result with each of b, c once",
+        ),
         ("a b -> a b, b a", "one result with each of a, b once"),
         ("x-y z -> x z", "cannot read '-y z'"),
         ("a b -> a=2 b", "write it on the left side"),
@@ -152,10 +175,16 @@ def test_a_malformed_pattern_names_the_rule_that_it_breaks(text: str, problem: s
     [
         ("(a=3 b) c -> a b c", (10, 4), r"a dim of size 10 does not divide into \(a=3 b\) of"),
         ("() out in -> out in", (2, 3, 4), r"a dim of size 2 does not divide into \(\) of"),
-        ("(q=5 + k) in -> q in, k in", (4, 3), r"a dim of size 4 does not divide into \(q=5 \+ k\) of"),
+        (
+            "(q=5 + k) in -> q in, k in",
+            (4, 3),
+            r"a dim of size 4 does not divide into \(q=5 \+ k\) of",
+        ),
         ("a b -> b a", (1, 2, 3), "found 3 dims, expected 2 for the pattern 'a b -> b a'"),
     ],
 )
-def test_a_shape_that_does_not_fit_is_named_with_the_parameter(text: str, shape: tuple[int, ...], problem: str):
+def test_a_shape_that_does_not_fit_is_named_with_the_parameter(
+    text: str, shape: tuple[int, ...], problem: str
+):
     with pytest.raises(ValueError, match=rf"'w' has shape {re.escape(str(shape))}: {problem}"):
         mfx.orthogonalize(view=mfx.MatrixView(text)).init({"w": torch.zeros(shape)})

@@ -45,7 +45,20 @@ SCOPE = {"torch": torch, "is_tall": is_tall, "Labels": Labels} | {
 
 sides = st.integers(0, 5)
 components = st.sampled_from(
-    ["blocks", "0", "1", "attn", "gate", "gate_proj", "up", "norm", "wte", "lm_head", "weight", "bias"]
+    [
+        "blocks",
+        "0",
+        "1",
+        "attn",
+        "gate",
+        "gate_proj",
+        "up",
+        "norm",
+        "wte",
+        "lm_head",
+        "weight",
+        "bias",
+    ]
 )
 names = st.lists(components, min_size=1, max_size=4).map(".".join)
 module_types = st.sampled_from([nn.Embedding, nn.Linear, nn.LayerNorm, nn.Conv2d, nn.Module])
@@ -73,9 +86,11 @@ bounds = st.tuples(sides, sides) | st.tuples(sides, st.none()) | st.tuples(st.no
 atoms = st.one_of(
     sides.map(ndim),
     bounds.map(lambda b: ndim(min=b[0], max=b[1])),
-    st.lists(st.sampled_from(["*", "*.weight", "blocks.*", "*gate*", "wte", "?.gate"]), min_size=1, max_size=2).map(
-        lambda patterns: path(*patterns)
-    ),
+    st.lists(
+        st.sampled_from(["*", "*.weight", "blocks.*", "*gate*", "wte", "?.gate"]),
+        min_size=1,
+        max_size=2,
+    ).map(lambda patterns: path(*patterns)),
     st.lists(module_types | st.sampled_from(["*Norm*", "Linear"]), min_size=1, max_size=2).map(
         lambda t: module_type(*t)
     ),
@@ -90,7 +105,9 @@ predicates = st.recursive(
     ),
     max_leaves=5,
 )
-named_tensors = st.dictionaries(names, shapes, max_size=6).map(lambda d: {k: torch.zeros(s) for k, s in d.items()})
+named_tensors = st.dictionaries(names, shapes, max_size=6).map(
+    lambda d: {k: torch.zeros(s) for k, s in d.items()}
+)
 rule_lists = st.lists(st.tuples(predicates, st.sampled_from(["a", "b", None])), max_size=4)
 quiet = pytest.mark.filterwarnings("ignore:.*matches none of the:UserWarning")
 
@@ -138,7 +155,9 @@ def test_the_first_rule_that_matches_wins(params, rules, default):
     found = labels(params, rules, default)
     for name, tensor in params.items():
         info = ParamInfo(name, tuple(tensor.shape))
-        wanted = next(((n, label) for n, (p, label) in enumerate(rules, 1) if p(info)), (0, default))
+        wanted = next(
+            ((n, label) for n, (p, label) in enumerate(rules, 1) if p(info)), (0, default)
+        )
         assert found[name] == wanted[1]
         assert found.reason(name).startswith(f"rule {wanted[0]}: " if wanted[0] else "default")
 
@@ -189,7 +208,12 @@ def test_labels_survive_repr_and_pickle_and_equal_their_mapping(mapping):
 @given(named_tensors)
 def test_all_ways_to_give_named_tensors_agree(params):
     wanted = default_labels(params)
-    for given_as in (list(params.items()), iter(params.items()), OrderedDict(params), MappingProxyType(params)):
+    for given_as in (
+        list(params.items()),
+        iter(params.items()),
+        OrderedDict(params),
+        MappingProxyType(params),
+    ):
         assert default_labels(given_as) == wanted
         assert str(describe(wanted, params)) == str(describe(wanted, list(params.items())))
 
@@ -201,7 +225,11 @@ def test_all_ways_to_give_named_tensors_agree(params):
     ("params", "error", "complaint"),
     [
         ([("w", torch.zeros(1)), ("w", torch.zeros(1))], ValueError, "'w' is given more than once"),
-        ({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, ValueError, "'a.b' is given more than once"),
+        (
+            {"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)},
+            ValueError,
+            "'a.b' is given more than once",
+        ),
         ([("w", 3.0)], TypeError, "'w' is a float"),
         ({"a": {"b": "text"}}, TypeError, "'a.b' is a str"),
         (object(), TypeError, "is a object"),
@@ -231,7 +259,9 @@ def test_a_rule_that_is_no_pair_is_named():
 
 def test_parameters_without_a_rule_are_listed():
     params = {f"w{n}": torch.zeros(1) for n in range(30)}
-    with pytest.raises(ValueError, match=r"29 of 30 parameters match no rule: 'w1', .* and 19 more; add"):
+    with pytest.raises(
+        ValueError, match=r"29 of 30 parameters match no rule: 'w1', .* and 19 more; add"
+    ):
         labels(params, [(path("w0"), "a")])
     with pytest.raises(TypeError, match="default: found the label 3"):
         labels(params, [], 3)  # pyright: ignore
@@ -239,7 +269,9 @@ def test_parameters_without_a_rule_are_listed():
 
 def test_a_rule_that_matches_nothing_is_warned_of_where_it_is_written():
     for route, kind in ((default_labels, "user rule"), (lambda p, r: labels(p, r, "x"), "rule")):
-        with pytest.warns(UserWarning, match=rf"^{kind} 1: path\('typo.*'\) -> 'a' matches none of the 1") as caught:
+        with pytest.warns(
+            UserWarning, match=rf"^{kind} 1: path\('typo.*'\) -> 'a' matches none of the 1"
+        ) as caught:
             route({"w": torch.zeros(1)}, [(path("typo.*"), "a")])
         assert caught[0].filename == __file__
 
@@ -255,7 +287,9 @@ def test_a_rule_that_matches_nothing_is_warned_of_where_it_is_written():
 )
 def test_a_rule_that_matches_nothing_lists_names_that_are_close(predicate: Predicate, names: str):
     params = {"h.qkv.weight": torch.zeros(6, 2), "embedding": torch.zeros(2, 2)}
-    with pytest.warns(UserWarning, match=f"matches none of the 2 parameters; {names}; correct or remove it"):
+    with pytest.warns(
+        UserWarning, match=f"matches none of the 2 parameters; {names}; correct or remove it"
+    ):
         labels(params, [(predicate, "a")], "x")
 
 
@@ -333,16 +367,34 @@ def gpt2(layers: int = 1, d: int = D, v: int = V) -> nn.Module:
 
 def torchtitan() -> nn.Module:
     attention = {n: lin(D, D) for n in ("wq", "wk", "wv", "wo")}
-    moe = {"router": {"gate": lin(4, D)}, "experts": Holder(w1=(4, 16, D), w2=(4, D, 16), w3=(4, 16, D))}
+    moe = {
+        "router": {"gate": lin(4, D)},
+        "experts": Holder(w1=(4, 16, D), w2=(4, D, 16), w3=(4, 16, D)),
+    }
     layers = {
-        "0": {"attention": attention, "feed_forward": {"w1": lin(16, D)}, "attention_norm": nn.RMSNorm(D)},
+        "0": {
+            "attention": attention,
+            "feed_forward": {"w1": lin(16, D)},
+            "attention_norm": nn.RMSNorm(D),
+        },
         "1": {"moe": moe},
     }
-    return build({"tok_embeddings": nn.Embedding(V, D), "layers": layers, "norm": nn.RMSNorm(D), "output": lin(V, D)})
+    return build(
+        {
+            "tok_embeddings": nn.Embedding(V, D),
+            "layers": layers,
+            "norm": nn.RMSNorm(D),
+            "output": lin(V, D),
+        }
+    )
 
 
 def lora() -> nn.Module:
-    q = {"base_layer": lin(D, D), "lora_A": {"default": lin(4, D)}, "lora_B": {"default": lin(D, 4)}}
+    q = {
+        "base_layer": lin(D, D),
+        "lora_A": {"default": lin(4, D)},
+        "lora_B": {"default": lin(D, 4)},
+    }
     embedding = build({"base_layer": nn.Embedding(V, D)})
     embedding.lora_embedding_A = nn.ParameterDict({"default": nn.Parameter(torch.zeros(4, V))})
     head = {"original_module": lin(V, D), "modules_to_save": {"default": lin(V, D)}}
@@ -374,7 +426,9 @@ def test_models_are_routed_as_in_practice(make, by_name_alone):
     params = dict(model.named_parameters())
     found = default_labels(params if by_name_alone else model)
     assert list(found) == list(params)
-    assert {name.removesuffix(".weight") for name, label in found.items() if label == "muon"} == MODELS[make]
+    assert {
+        name.removesuffix(".weight") for name, label in found.items() if label == "muon"
+    } == MODELS[make]
     assert {name for name, label in found.items() if label is None} == {
         name for name, p in params.items() if not p.requires_grad
     }
@@ -424,7 +478,10 @@ def test_types_win_over_names():
         }
     )
     found = default_labels(model)
-    assert [name.removesuffix(".weight") for name in found if found[name] == "muon"] == ["norm", "embedder_proj"]
+    assert [name.removesuffix(".weight") for name in found if found[name] == "muon"] == [
+        "norm",
+        "embedder_proj",
+    ]
     assert default_labels({"norm.weight": torch.zeros(4, 4)}) == {"norm.weight": "adamw"}
 
 
@@ -475,10 +532,14 @@ ADAMW_NAMES = """
 
 def test_names_are_read_by_component():
     for label, found in (("muon", MUON_NAMES.split()), ("adamw", ADAMW_NAMES.split())):
-        assert {name for name in found if default_labels({name: torch.zeros(6, 4)})[name] != label} == set()
+        assert {
+            name for name in found if default_labels({name: torch.zeros(6, 4)})[name] != label
+        } == set()
 
 
-@pytest.mark.parametrize("name", ["lora_A", "loraA", "downLora", "QLora", "lora1", "lora_b2", "LoRA_A"])
+@pytest.mark.parametrize(
+    "name", ["lora_A", "loraA", "downLora", "QLora", "lora1", "lora_b2", "LoRA_A"]
+)
 def test_a_factor_of_lora_is_recognized_in_camel_case_and_with_a_number(name: str):
     full_name = f"blocks.0.attn.{name}.weight"
     labels = default_labels({full_name: torch.zeros(6, 4)})
@@ -488,7 +549,11 @@ def test_a_factor_of_lora_is_recognized_in_camel_case_and_with_a_number(name: st
 @pytest.mark.parametrize(
     ("name", "role"),
     [
-        *(("experts.bias1", "vector"), ("experts.bias_2_EG", "vector"), ("attn.relative_attention_bias2", "vector")),
+        *(
+            ("experts.bias1", "vector"),
+            ("experts.bias_2_EG", "vector"),
+            ("attn.relative_attention_bias2", "vector"),
+        ),
         *(("attn.pos_bias_1.weight", "embedding"), ("attn.bias_table_2.weight", "embedding")),
         *(("head1_linear.weight", "head"), ("head_2_fc_1.weight", "head")),
     ],
@@ -507,7 +572,9 @@ def test_a_number_in_a_name_does_not_change_the_role(name: str, role: str):
     ],
 )
 def test_patch_is_read_as_a_whole_word(name: str, role: str):
-    assert default_labels({f"{name}.weight": torch.zeros(6, 4)}, roles=True)[f"{name}.weight"] == role
+    assert (
+        default_labels({f"{name}.weight": torch.zeros(6, 4)}, roles=True)[f"{name}.weight"] == role
+    )
 
 
 def test_a_table_whose_name_ends_in_an_embedding_word_may_contain_the_word_of_a_projection():
@@ -532,10 +599,14 @@ def test_the_reason_has_the_components_of_a_path_as_they_are_written(name: str, 
 
 
 @pytest.mark.parametrize(
-    "name", ["embed2.proj", "x_embedder_1.projection", "embed.patch_proj", "embedding.patch_in_proj"]
+    "name",
+    ["embed2.proj", "x_embedder_1.projection", "embed.patch_proj", "embedding.patch_in_proj"],
 )
 def test_a_projection_in_an_embedder_reads_raw_input(name: str):
-    assert default_labels({f"vit.{name}.weight": torch.zeros(6, 4)}, roles=True)[f"vit.{name}.weight"] == "other"
+    assert (
+        default_labels({f"vit.{name}.weight": torch.zeros(6, 4)}, roles=True)[f"vit.{name}.weight"]
+        == "other"
+    )
 
 
 OTHER_ROLES = {
@@ -560,7 +631,10 @@ OTHER_ROLES = {
 
 def test_roles_are_read_by_component():
     for role, names in ("hidden", MUON_NAMES), *OTHER_ROLES.items():
-        found = {name: default_labels_by_name({name: torch.zeros(6, 4)}, roles=True)[name] for name in names.split()}
+        found = {
+            name: default_labels_by_name({name: torch.zeros(6, 4)}, roles=True)[name]
+            for name in names.split()
+        }
         assert found == dict.fromkeys(names.split(), role)
 
 
@@ -575,22 +649,35 @@ def test_roles_are_read_by_shape():
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("by_name_alone", [False, True])
-def test_roles_divide_what_adamw_trains_and_leave_hidden_matrices_and_views_as_they_are(make, by_name_alone):
+def test_roles_divide_what_adamw_trains_and_leave_hidden_matrices_and_views_as_they_are(
+    make, by_name_alone
+):
     model = make()
     whole = dict(model.named_parameters()) if by_name_alone else model
     usual, roles = default_labels_by_name(whole), default_labels_by_name(whole, roles=True)
-    coarse = {None: None, "hidden": "muon", **dict.fromkeys(("embedding", "head", "vector", "other"), "adamw")}
+    coarse = {
+        None: None,
+        "hidden": "muon",
+        **dict.fromkeys(("embedding", "head", "vector", "other"), "adamw"),
+    }
     assert {name: coarse[role] for name, role in roles.items()} == usual
-    assert {name: roles.reason(name) for name in roles} == {name: usual.reason(name) for name in usual}
+    assert {name: roles.reason(name) for name in roles} == {
+        name: usual.reason(name) for name in usual
+    }
     assert roles.views == usual.views
-    vectors = {name for name, param in model.named_parameters() if param.ndim < 2 and param.requires_grad}
+    vectors = {
+        name for name, param in model.named_parameters() if param.ndim < 2 and param.requires_grad
+    }
     assert {name for name, role in roles.items() if role == "vector"} == vectors
 
 
 def test_a_bias_with_its_dims_in_the_name_is_a_vector():
     for name in ("mlp1_bias_EG", "mlp2_bias_ED"):  # torchtitan's gpt-oss
         assert (
-            default_labels_by_name({f"experts.{name}": torch.zeros(4, 32)}, roles=True)[f"experts.{name}"] == "vector"
+            default_labels_by_name({f"experts.{name}": torch.zeros(4, 32)}, roles=True)[
+                f"experts.{name}"
+            ]
+            == "vector"
         )
 
 
@@ -605,7 +692,9 @@ def test_a_tied_head_has_the_role_of_the_embedding():
 @pytest.mark.parametrize("route", [default_labels, default_labels_by_name])
 def test_roles_and_labels_of_your_own_are_an_error(route):
     for own in ({"muon": "m"}, {"other": None}):
-        with pytest.raises(ValueError, match=rf"^{route.__name__}: found roles=True with muon=.*, expected one"):
+        with pytest.raises(
+            ValueError, match=rf"^{route.__name__}: found roles=True with muon=.*, expected one"
+        ):
             route(gpt2(), roles=True, **own)
 
 
@@ -617,32 +706,67 @@ def test_a_gate_beside_up_and_down_belongs_to_the_mlp():
         "moe.up_proj": torch.zeros(4, 16, 8),
         "moe.down_proj": torch.zeros(4, 8, 16),
     }
-    assert default_labels(moe) == {"moe.gate.weight": "adamw", "moe.up_proj": "muon", "moe.down_proj": "muon"}
-    stacks = {f"moe.experts_{n}": torch.zeros(4, 8, 16) for n in ("gate", "up")}
-    assert default_labels(stacks | {"moe.moe_gate": torch.zeros(4, 8)}) == dict.fromkeys(stacks, "muon") | {
-        "moe.moe_gate": "adamw"
+    assert default_labels(moe) == {
+        "moe.gate.weight": "adamw",
+        "moe.up_proj": "muon",
+        "moe.down_proj": "muon",
     }
+    stacks = {f"moe.experts_{n}": torch.zeros(4, 8, 16) for n in ("gate", "up")}
+    assert default_labels(stacks | {"moe.moe_gate": torch.zeros(4, 8)}) == dict.fromkeys(
+        stacks, "muon"
+    ) | {"moe.moe_gate": "adamw"}
 
 
 def test_a_vector_in_disguise_is_no_matrix():
     hidden = {(4, 8), (8, 4, 1, 1), (8, 4, 3), (8, 4, 3, 3), (2, 3, 64, 64), (0, 4), (4, 64)}
-    others = {(1, 8), (8, 1), (1, 7, 8), (8, 1, 4), (8, 1, 3, 3), (8, 3, 7, 7), (2, 64), (128, 4), (4,), ()}
-    assert {size for size in hidden | others if default_labels({"x": torch.zeros(size)})["x"] == "muon"} == hidden
+    others = {
+        (1, 8),
+        (8, 1),
+        (1, 7, 8),
+        (8, 1, 4),
+        (8, 1, 3, 3),
+        (8, 3, 7, 7),
+        (2, 64),
+        (128, 4),
+        (4,),
+        (),
+    }
+    assert {
+        size for size in hidden | others if default_labels({"x": torch.zeros(size)})["x"] == "muon"
+    } == hidden
 
 
 def test_packed_attention_is_a_matrix_and_a_depthwise_convolution_is_not():
-    model = build({"attn": nn.MultiheadAttention(8, 2), "dw": nn.Conv1d(8, 8, 4, groups=8), "pw": nn.Conv1d(8, 8, 1)})
+    model = build(
+        {
+            "attn": nn.MultiheadAttention(8, 2),
+            "dw": nn.Conv1d(8, 8, 4, groups=8),
+            "pw": nn.Conv1d(8, 8, 1),
+        }
+    )
     found = default_labels(model)
-    assert {n for n in found if found[n] == "muon"} == {"attn.in_proj_weight", "attn.out_proj.weight", "pw.weight"}
+    assert {n for n in found if found[n] == "muon"} == {
+        "attn.in_proj_weight",
+        "attn.out_proj.weight",
+        "pw.weight",
+    }
     assert found.reason("dw.weight") == "depthwise: one vector a channel"
-    image = default_labels(build({"conv1": nn.Conv2d(3, 8, 7), "conv2": nn.Conv2d(8, 8, 3), "bn2": nn.BatchNorm2d(8)}))
+    image = default_labels(
+        build({"conv1": nn.Conv2d(3, 8, 7), "conv2": nn.Conv2d(8, 8, 3), "bn2": nn.BatchNorm2d(8)})
+    )
     assert [name for name, label in image.items() if label == "muon"] == ["conv2.weight"]
     assert image.reason("conv1.weight") == "convolution from or to 3 channels"
 
 
 @pytest.mark.parametrize("blocks", [0, 2])
 def test_a_convolution_of_gray_images_is_not_depthwise(blocks: int):
-    model = build({"stem": nn.Conv2d(1, 16, 4, 4), "dw": nn.Conv2d(16, 16, 3, groups=16), "single": nn.Conv1d(1, 1, 3)})
+    model = build(
+        {
+            "stem": nn.Conv2d(1, 16, 4, 4),
+            "dw": nn.Conv2d(16, 16, 3, groups=16),
+            "single": nn.Conv1d(1, 1, 3),
+        }
+    )
     for index in range(blocks):
         block = nn.Sequential(nn.Conv2d(16, 16, 3, groups=16), nn.Linear(16, 32), nn.Linear(32, 16))
         model.add_module(f"block{index}", nn.ModuleList([block, block]))
@@ -656,16 +780,30 @@ def test_a_convolution_of_gray_images_is_not_depthwise(blocks: int):
 
 def test_parametrized_layers_keep_their_type():
     model = build(
-        {"table": parametrizations.orthogonal(nn.Embedding(8, 4)), "fc1": parametrizations.weight_norm(lin(8, 4))}
+        {
+            "table": parametrizations.orthogonal(nn.Embedding(8, 4)),
+            "fc1": parametrizations.weight_norm(lin(8, 4)),
+        }
     )
     found = default_labels(model)
     assert found["table.parametrizations.weight.original"] == "adamw"
-    assert found.reason("table.parametrizations.weight.original") == "embedding (module type Embedding)"
+    assert (
+        found.reason("table.parametrizations.weight.original")
+        == "embedding (module type Embedding)"
+    )
     # A direction is not a matrix: its length is stored separately, and only their product is the weight.
     assert found["fc1.parametrizations.weight.original1"] == "adamw"
     assert found["fc1.parametrizations.weight.original0"] == "adamw"
-    parts = {"up.weight_g": torch.zeros(4, 1), "up.weight_v": torch.zeros(4, 8), "down.weight_v": torch.zeros(4, 8)}
-    assert default_labels(parts) == {"up.weight_g": "adamw", "up.weight_v": "adamw", "down.weight_v": "muon"}
+    parts = {
+        "up.weight_g": torch.zeros(4, 1),
+        "up.weight_v": torch.zeros(4, 8),
+        "down.weight_v": torch.zeros(4, 8),
+    }
+    assert default_labels(parts) == {
+        "up.weight_g": "adamw",
+        "up.weight_v": "adamw",
+        "down.weight_v": "muon",
+    }
 
 
 def test_a_projector_is_part_of_the_head_only_beside_a_classifier():
@@ -697,7 +835,9 @@ def test_frozen_parameters_are_left_out_and_plain_tensors_are_not_frozen():
     model.requires_grad_(False)
     assert default_labels(model) == {"fc1.weight": None}
     assert default_labels(plain) == {"fc1.weight": "muon"}
-    assert default_labels(model, [(where(lambda info: not info.requires_grad), "sgd")]) == {"fc1.weight": "sgd"}
+    assert default_labels(model, [(where(lambda info: not info.requires_grad), "sgd")]) == {
+        "fc1.weight": "sgd"
+    }
 
 
 class Pair(NamedTuple):
@@ -707,7 +847,9 @@ class Pair(NamedTuple):
 
 def test_any_pytree_is_named_by_its_paths():
     x = [torch.zeros(4, 4) for _ in range(4)]
-    found = default_labels({"blocks": [{"q": x[0]}, {"q": x[1]}], "pair": Pair(x[2], x[3]), "absent": None})
+    found = default_labels(
+        {"blocks": [{"q": x[0]}, {"q": x[1]}], "pair": Pair(x[2], x[3]), "absent": None}
+    )
     assert found == {
         "blocks.0.q": "muon",
         "blocks.1.q": "muon",
@@ -734,7 +876,9 @@ def test_no_parameters_give_no_labels_and_no_warning(nothing):
 def test_predicates_see_all_names_and_owners_of_a_tied_tensor():
     rules = [(path("lm_head.*"), "head"), (where(lambda info: bool(info.tied)), "never")]
     assert labels(gpt2(), rules, "rest")["transformer.wte.weight"] == "head"
-    found = labels(gpt2(), [(module_type(nn.Linear), "linear"), (module_type("Conv1D"), "conv")], None)
+    found = labels(
+        gpt2(), [(module_type(nn.Linear), "linear"), (module_type("Conv1D"), "conv")], None
+    )
     assert found["transformer.wte.weight"] == "linear"
     assert found["transformer.h.0.mlp.c_fc.weight"] == "conv"
 
@@ -756,11 +900,16 @@ def test_the_report_has_a_line_for_every_parameter_and_totals():
 
 
 @pytest.mark.parametrize(
-    ("name", "channels", "label"), [("0", 3, "adamw"), ("0", 4, "adamw"), ("0", 12, "muon"), ("stem", 12, "adamw")]
+    ("name", "channels", "label"),
+    [("0", 3, "adamw"), ("0", 4, "adamw"), ("0", 12, "muon"), ("stem", 12, "adamw")],
 )
-def test_the_convolution_of_an_image_is_found_by_its_channels_or_its_name(name: str, channels: int, label: str):
+def test_the_convolution_of_an_image_is_found_by_its_channels_or_its_name(
+    name: str, channels: int, label: str
+):
     layers = OrderedDict({name: nn.Conv2d(channels, 32, 8), "1": nn.Conv2d(32, 64, 4)})
-    model = nn.ModuleDict({"network": nn.Sequential(layers)}) if name == "0" else nn.Sequential(layers)
+    model = (
+        nn.ModuleDict({"network": nn.Sequential(layers)}) if name == "0" else nn.Sequential(layers)
+    )
     (weight, *_) = default_labels(model).items()
     assert weight[1] == label
 
@@ -777,10 +926,13 @@ def test_what_has_no_names_or_no_parameters_is_not_described():
 
 @pytest.mark.filterwarnings("error", "ignore:default_labels. found no output head")
 def test_named_tensors_taken_for_hidden_matrices_are_said_and_by_name_says_that_they_are():
-    model = nn.ModuleDict({"lookup": nn.Embedding(8, 4), "up": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+    model = nn.ModuleDict(
+        {"lookup": nn.Embedding(8, 4), "up": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
+    )
     named = dict(model.named_parameters())
     with pytest.warns(
-        UserWarning, match=r"without module types, .* hidden matrices: 'lookup.weight', 'up.weight'\. An emb"
+        UserWarning,
+        match=r"without module types, .* hidden matrices: 'lookup.weight', 'up.weight'\. An emb",
     ):
         by_name = default_labels(named)
     assert by_name["lookup.weight"] == "muon"
@@ -797,7 +949,9 @@ def test_a_partition_by_names_alone_warns_at_init_and_never_at_an_update():
     tx = muonfx.muon_with_adamw(0.1, orthogonalize=muonfx.orthogonalize(dtype=torch.float32))
     with pytest.warns(UserWarning, match="labelled these as hidden matrices: 'h.fc.weight'"):
         state = tx.init(params)
-    tx.replace().update(params, state, params)  # one that has met no parameters, as in another process
+    tx.replace().update(
+        params, state, params
+    )  # one that has met no parameters, as in another process
     silent = muonfx.muon_with_adamw(
         0.1, orthogonalize=muonfx.orthogonalize(dtype=torch.float32), labels=default_labels_by_name
     )
@@ -807,14 +961,23 @@ def test_a_partition_by_names_alone_warns_at_init_and_never_at_an_update():
 @pytest.mark.filterwarnings("error", "ignore:default_labels. found no output head")
 def test_an_optimizer_of_named_groups_can_be_told_the_labels():
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4, bias=False))
-    groups = [{"params": list(model[0].named_parameters(prefix="0"))}, {"params": [("1.weight", model[1].weight)]}]
-    with pytest.warns(UserWarning, match="labelled these as hidden matrices: '0.weight', '1.weight'"):
+    groups = [
+        {"params": list(model[0].named_parameters(prefix="0"))},
+        {"params": [("1.weight", model[1].weight)]},
+    ]
+    with pytest.warns(
+        UserWarning, match="labelled these as hidden matrices: '0.weight', '1.weight'"
+    ):
         muonfx.Muon([dict(group) for group in groups])
     told = muonfx.Muon([dict(group) for group in groups], labels=default_labels(model))
     assert [group["label"] for group in told.param_groups] == ["adamw", "muon"]
-    with pytest.raises(ValueError, match=r"labels: found none for '1.weight', expected a label for every parameter"):
+    with pytest.raises(
+        ValueError, match=r"labels: found none for '1.weight', expected a label for every parameter"
+    ):
         muonfx.Muon([dict(group) for group in groups], labels={"0.weight": "adamw"})
-    with pytest.raises(TypeError, match=r"labels must be a mapping .* labels=lambda model: muonfx.default_labels"):
+    with pytest.raises(
+        TypeError, match=r"labels must be a mapping .* labels=lambda model: muonfx.default_labels"
+    ):
         muonfx.Muon(model, labels=[(path("*"), "muon")])
     rules = [(path("1.*"), None)]
     ruled = muonfx.Muon(groups[1:], labels=lambda model: default_labels(model, rules), model=model)
@@ -827,13 +990,19 @@ def test_an_optimizer_is_described_by_its_groups():
     optimizer = muonfx.Muon(model, lr=0.02, adamw_lr=1e-3)
     found = describe(optimizer)
     assert found.labels == default_labels(model)
-    assert all(found.labels.reason(name) == default_labels(model).reason(name) for name in found.labels)
+    assert all(
+        found.labels.reason(name) == default_labels(model).reason(name) for name in found.labels
+    )
     routing, totals, numbers = (part.to_text().splitlines() for part in found.report().parts)
     assert len(routing) == 1 + len(found.labels)
-    assert [int(line.split()[2]) for line in totals[1:3]] == [len(group["params"]) for group in optimizer.param_groups]
+    assert [int(line.split()[2]) for line in totals[1:3]] == [
+        len(group["params"]) for group in optimizer.param_groups
+    ]
     assert ["lr", "0.02", "0.001"] in [line.split() for line in numbers]
     optimizer.param_groups[0]["lr"] = 0.5
-    assert ["lr", "0.5", "0.001"] in [line.split() for line in str(describe(optimizer)).splitlines()]
+    assert ["lr", "0.5", "0.001"] in [
+        line.split() for line in str(describe(optimizer)).splitlines()
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:labels. these parameters may hold")
@@ -843,14 +1012,19 @@ def test_an_optimizer_is_described_with_the_patterns_of_its_transform():
     view = muonfx.MatrixView({"*wqkv.weight": "(q=6 + k=3 + v=3) in -> q in, k in, v in"})
     found = describe(muonfx.Muon(model, orthogonalize=muonfx.orthogonalize(view=view)))
     assert found.labels.reason("wqkv.weight") == "hidden matrix (2-D); view of the transform"
-    assert found.labels.views == {"wqkv.weight": muonfx.MatrixView("(q=6 + k=3 + v=3) in -> q in, k in, v in")}
+    assert found.labels.views == {
+        "wqkv.weight": muonfx.MatrixView("(q=6 + k=3 + v=3) in -> q in, k in, v in")
+    }
     assert "6 x 4 + 3 x 4 + 3 x 4" in str(found)
     assert found.labels.reason("up.weight") == "hidden matrix (2-D)"
 
 
 @pytest.mark.parametrize("of_optimizer", [False, True])
 def test_describe_shows_into_which_matrix_more_than_two_dims_are_flattened(of_optimizer: bool):
-    params = {"conv.weight": nn.Parameter(torch.zeros(16, 8, 3, 3)), "conv.bias": nn.Parameter(torch.zeros(16))}
+    params = {
+        "conv.weight": nn.Parameter(torch.zeros(16, 8, 3, 3)),
+        "conv.bias": nn.Parameter(torch.zeros(16)),
+    }
     what = muonfx.Muon(params, lr=1e-3) if of_optimizer else params
     header, conv, bias = str(describe(what)).split("\n\n", 1)[0].splitlines()
     assert header.split() == ["parameter", "shape", "label", "matrices", "stored", "rule"]

@@ -14,7 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 
 import muonfx as mfx
 from muonfx.routing import default_labels, describe
@@ -43,7 +45,9 @@ class Attention(nn.Module):
         self.post_proj = lin(D, D)
 
 
-def with_body(before: dict | None = None, inside: dict | None = None, after: dict | None = None) -> nn.Module:
+def with_body(
+    before: dict | None = None, inside: dict | None = None, after: dict | None = None
+) -> nn.Module:
     """A model of two blocks, with modules or parameters before the blocks, in the first block, and after them."""
     model = build(before or {})
     model.blocks = nn.ModuleList([Block(), Block()])
@@ -85,7 +89,13 @@ def nested(name: str, layer: nn.Module) -> dict:
 
 # (kind, real model, the part of a model, the parameter, its label)
 ROUTES = [
-    ("table", "LeViT, EfficientFormer", table(attention_biases=(8, 49)), "blocks.0.owner.attention_biases", "adamw"),
+    (
+        "table",
+        "LeViT, EfficientFormer",
+        table(attention_biases=(8, 49)),
+        "blocks.0.owner.attention_biases",
+        "adamw",
+    ),
     (
         "table",
         "GLM-5 Next",
@@ -102,15 +112,39 @@ ROUTES = [
     ),
     ("table", "Kosmos-2", table(latent_query=(64, D)), "blocks.0.owner.latent_query", "adamw"),
     ("table", "Aria", table(query=(64, D)), "blocks.0.owner.query", "adamw"),
-    ("table", "Allegro, PixArt", table(scale_shift_table=(6, D)), "blocks.0.owner.scale_shift_table", "adamw"),
-    ("table", "timm's PosEmbedRel", table(height_rel=(31, D)), "blocks.0.owner.height_rel", "adamw"),
+    (
+        "table",
+        "Allegro, PixArt",
+        table(scale_shift_table=(6, D)),
+        "blocks.0.owner.scale_shift_table",
+        "adamw",
+    ),
+    (
+        "table",
+        "timm's PosEmbedRel",
+        table(height_rel=(31, D)),
+        "blocks.0.owner.height_rel",
+        "adamw",
+    ),
     ("table", "timm's PosEmbedRel", table(width_rel=(31, D)), "blocks.0.owner.width_rel", "adamw"),
     ("table", "Cosmos", table(pos_emb_t=(30, D)), "blocks.0.owner.pos_emb_t", "adamw"),
     ("table", "Cosmos", table(pos_emb_h=(30, D)), "blocks.0.owner.pos_emb_h", "adamw"),
     ("table", "Cosmos", table(pos_emb_w=(30, D)), "blocks.0.owner.pos_emb_w", "adamw"),
     ("table", "DeepSeek-V4, HY-V4", table(fn=(24, 4 * D)), "blocks.0.owner.fn", "adamw"),
-    ("bias table", "LayoutLMv3", first("rel_pos_x_bias", lin(12, 64)), "rel_pos_x_bias.weight", "adamw"),
-    ("bias table", "LayoutLMv2", first("rel_pos_y_bias", lin(12, 64)), "rel_pos_y_bias.weight", "adamw"),
+    (
+        "bias table",
+        "LayoutLMv3",
+        first("rel_pos_x_bias", lin(12, 64)),
+        "rel_pos_x_bias.weight",
+        "adamw",
+    ),
+    (
+        "bias table",
+        "LayoutLMv2",
+        first("rel_pos_y_bias", lin(12, 64)),
+        "rel_pos_y_bias.weight",
+        "adamw",
+    ),
     (
         "bias table",
         "PP-DocLayoutV2",
@@ -119,17 +153,47 @@ ROUTES = [
         "adamw",
     ),
     ("head", "DeiT, SwiftFormer", last("head_dist", lin(10, D)), "head_dist.weight", "adamw"),
-    ("head", "LeViT, iFormer", last("head_dist.linear", lin(10, D)), "head_dist.linear.weight", "adamw"),
+    (
+        "head",
+        "LeViT, iFormer",
+        last("head_dist.linear", lin(10, D)),
+        "head_dist.linear.weight",
+        "adamw",
+    ),
     ("head", "Dia", last("logits_dense", lin(99, D)), "logits_dense.weight", "adamw"),
-    ("head", "Ovis2", last("vision_tower.head_linear", lin(99, D)), "vision_tower.head_linear.weight", "adamw"),
+    (
+        "head",
+        "Ovis2",
+        last("vision_tower.head_linear", lin(99, D)),
+        "vision_tower.head_linear.weight",
+        "adamw",
+    ),
     ("head", "DiT", last("proj_out_2", lin(99, D)), "proj_out_2.weight", "adamw"),
     ("head", "pi0", last("action_out_proj", lin(7, D)), "action_out_proj.weight", "adamw"),
     ("head", "SpeechT5", last("postnet.feat_out", lin(80, D)), "postnet.feat_out.weight", "adamw"),
     ("head", "SpeechT5", last("postnet.prob_out", lin(6, D)), "postnet.prob_out.weight", "adamw"),
     ("head", "ERNIE-Image", last("final_linear", lin(128, D)), "final_linear.weight", "adamw"),
-    ("head", "ACE-Step", last("proj_out_conv", nn.ConvTranspose1d(D, 8, 2)), "proj_out_conv.weight", "adamw"),
-    ("head", "Ideogram", last("final_layer.linear", lin(99, D)), "final_layer.linear.weight", "adamw"),
-    ("head", "Kandinsky", last("out_layer.out_layer", lin(99, D)), "out_layer.out_layer.weight", "adamw"),
+    (
+        "head",
+        "ACE-Step",
+        last("proj_out_conv", nn.ConvTranspose1d(D, 8, 2)),
+        "proj_out_conv.weight",
+        "adamw",
+    ),
+    (
+        "head",
+        "Ideogram",
+        last("final_layer.linear", lin(99, D)),
+        "final_layer.linear.weight",
+        "adamw",
+    ),
+    (
+        "head",
+        "Kandinsky",
+        last("out_layer.out_layer", lin(99, D)),
+        "out_layer.out_layer.weight",
+        "adamw",
+    ),
     ("head", "Granite Speech", last("encoder.out", lin(42, D)), "encoder.out.weight", "adamw"),
     (
         "head",
@@ -138,11 +202,23 @@ ROUTES = [
         "decoder_b.conv_score_b.weight",
         "adamw",
     ),
-    ("head", "ColModernVBERT", last("embedding_proj_layer", lin(99, D)), "embedding_proj_layer.weight", "adamw"),
+    (
+        "head",
+        "ColModernVBERT",
+        last("embedding_proj_layer", lin(99, D)),
+        "embedding_proj_layer.weight",
+        "adamw",
+    ),
     ("head", "MiniMax Music", last("audio_heads.0", lin(99, D)), "audio_heads.0.weight", "adamw"),
     ("head", "MusicGen", last("lm_heads.0", lin(2 * D, D)), "lm_heads.0.weight", "adamw"),
     ("head", "numbered", last("classifier_2", lin(10, D)), "classifier_2.weight", "adamw"),
-    ("head", "a critic with a distribution of values", last("value", lin(51, D)), "value.weight", "adamw"),
+    (
+        "head",
+        "a critic with a distribution of values",
+        last("value", lin(51, D)),
+        "value.weight",
+        "adamw",
+    ),
     (
         "head",
         "a model that defines its head first",
@@ -150,10 +226,34 @@ ROUTES = [
         "readout.weight",
         "adamw",
     ),
-    ("input", "Allegro", first("pos_embed.proj", nn.Conv2d(4, D, 2)), "pos_embed.proj.weight", "adamw"),
-    ("input", "ERNIE-Image", first("x_embedder.proj", nn.Conv2d(128, D, 1)), "x_embedder.proj.weight", "adamw"),
-    ("input", "Flux 3", first("x_embedders.image", lin(D, 99)), "x_embedders.image.weight", "adamw"),
-    ("input", "Cosmos", first("patch_embed_base.proj", lin(D, 72)), "patch_embed_base.proj.weight", "adamw"),
+    (
+        "input",
+        "Allegro",
+        first("pos_embed.proj", nn.Conv2d(4, D, 2)),
+        "pos_embed.proj.weight",
+        "adamw",
+    ),
+    (
+        "input",
+        "ERNIE-Image",
+        first("x_embedder.proj", nn.Conv2d(128, D, 1)),
+        "x_embedder.proj.weight",
+        "adamw",
+    ),
+    (
+        "input",
+        "Flux 3",
+        first("x_embedders.image", lin(D, 99)),
+        "x_embedders.image.weight",
+        "adamw",
+    ),
+    (
+        "input",
+        "Cosmos",
+        first("patch_embed_base.proj", lin(D, 72)),
+        "patch_embed_base.proj.weight",
+        "adamw",
+    ),
     ("input", "DAC", first("embedder.conv1", nn.Conv2d(8, D, 3)), "embedder.conv1.weight", "adamw"),
     (
         "input",
@@ -169,17 +269,59 @@ ROUTES = [
         "embeddings.patch_projection.weight",
         "adamw",
     ),
-    ("input", "ACT", {"after": {"state": lin(D, 7), "action_head": lin(6, D)}}, "state.weight", "adamw"),
-    ("input", "SmolVLA", {"after": {"action_in": lin(D, 6), "action_out": lin(6, D)}}, "action_in.weight", "adamw"),
+    (
+        "input",
+        "ACT",
+        {"after": {"state": lin(D, 7), "action_head": lin(6, D)}},
+        "state.weight",
+        "adamw",
+    ),
+    (
+        "input",
+        "SmolVLA",
+        {"after": {"action_in": lin(D, 6), "action_out": lin(6, D)}},
+        "action_in.weight",
+        "adamw",
+    ),
     ("input", "LTX-Video", first("proj_in", lin(D, 99)), "proj_in.weight", "adamw"),
     ("input", "JoyImage", first("img_in", nn.Conv3d(8, D, (1, 2, 2))), "img_in.weight", "adamw"),
-    ("input", "Granite Speech", first("encoder.input_linear", lin(D, 80)), "encoder.input_linear.weight", "adamw"),
-    ("input", "LASR", first("subsampler.dense_0", lin(D, 80)), "subsampler.dense_0.weight", "adamw"),
+    (
+        "input",
+        "Granite Speech",
+        first("encoder.input_linear", lin(D, 80)),
+        "encoder.input_linear.weight",
+        "adamw",
+    ),
+    (
+        "input",
+        "LASR",
+        first("subsampler.dense_0", lin(D, 80)),
+        "subsampler.dense_0.weight",
+        "adamw",
+    ),
     ("input", "Mochi", first("encoder.proj_in", lin(D, 15)), "encoder.proj_in.weight", "adamw"),
     ("input", "LXMERT", first("visn_fc.visn_fc", lin(D, 99)), "visn_fc.visn_fc.weight", "adamw"),
-    ("hidden", "Funnel", {"inside": {"attention": Attention()}}, "blocks.0.attention.q_head.weight", "muon"),
-    ("hidden", "Funnel", {"inside": {"attention": Attention()}}, "blocks.0.attention.k_head.weight", "muon"),
-    ("hidden", "Funnel", {"inside": {"attention": Attention()}}, "blocks.0.attention.v_head.weight", "muon"),
+    (
+        "hidden",
+        "Funnel",
+        {"inside": {"attention": Attention()}},
+        "blocks.0.attention.q_head.weight",
+        "muon",
+    ),
+    (
+        "hidden",
+        "Funnel",
+        {"inside": {"attention": Attention()}},
+        "blocks.0.attention.k_head.weight",
+        "muon",
+    ),
+    (
+        "hidden",
+        "Funnel",
+        {"inside": {"attention": Attention()}},
+        "blocks.0.attention.v_head.weight",
+        "muon",
+    ),
     ("hidden", "VQ-BeT", {"before": {"backbone": resnet()}}, "backbone.1.0.conv1.weight", "muon"),
     # what is right must stay right
     ("hidden", "BERT", last("pooler.dense", lin(D, D)), "pooler.dense.weight", "muon"),
@@ -190,18 +332,28 @@ ROUTES = [
         "aligner.a.weight",
         "muon",
     ),
-    ("hidden", "DiT", {"after": {"proj_out_1": lin(2 * D, D), "proj_out_2": lin(99, D)}}, "proj_out_1.weight", "muon"),
+    (
+        "hidden",
+        "DiT",
+        {"after": {"proj_out_1": lin(2 * D, D), "proj_out_2": lin(99, D)}},
+        "proj_out_1.weight",
+        "muon",
+    ),
     ("hidden", "nanoGPT's records", table(qkvo_w=(4 * D, D)), "blocks.0.owner.qkvo_w", "muon"),
     ("hidden", "nanoGPT's records", table(c_fc=(4 * D, D)), "blocks.0.owner.c_fc", "muon"),
     ("hidden", "Inkling", table(proj=(16, 4 * D)), "blocks.0.owner.proj", "muon"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "source", "part", "name", "label"), ROUTES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("kind", "source", "part", "name", "label"), ROUTES, ids=lambda value: str(value)[:40]
+)
 def test_layers_of_real_models_are_routed_by_structure(kind, source, part, name, label):
     labels = default_labels(with_body(**part))
     assert labels[name] == label, (kind, source, labels.reason(name))
-    assert {labels[f"blocks.{index}.{layer}.weight"] for index in (0, 1) for layer in ("up", "down")} == {"muon"}
+    assert {
+        labels[f"blocks.{index}.{layer}.weight"] for index in (0, 1) for layer in ("up", "down")
+    } == {"muon"}
 
 
 def test_the_table_of_real_models_has_forty_corrections_of_each_kind():
@@ -210,7 +362,9 @@ def test_the_table_of_real_models_has_forty_corrections_of_each_kind():
     assert set(corrected) == {"table", "bias table", "head", "input", "hidden"}
 
 
-plain_names = st.text("abcdefghijlmnprstuwxyz", min_size=1, max_size=12).filter(  # no names of q, k, v and o
+plain_names = st.text(
+    "abcdefghijlmnprstuwxyz", min_size=1, max_size=12
+).filter(  # no names of q, k, v and o
     lambda name: name not in ("blocks", "module") and not hasattr(nn.Module(), name)
 )
 
@@ -228,7 +382,9 @@ def test_the_first_layer_of_a_model_with_blocks_is_for_adamw_under_any_name(name
 
 
 def test_a_head_that_returns_as_many_features_a_block_as_an_image_has_channels_is_a_head():
-    labels = default_labels(with_body({"stem": nn.Conv2d(3, D, 4)}, after={"mean": lin(2 * 3, D)}), roles=True)
+    labels = default_labels(
+        with_body({"stem": nn.Conv2d(3, D, 4)}, after={"mean": lin(2 * 3, D)}), roles=True
+    )
     assert labels["mean.weight"] == "head"
 
 
@@ -241,7 +397,11 @@ def test_a_dict_with_numbers_as_keys_is_a_list_of_blocks():
 
 
 def test_each_of_several_raw_inputs_is_an_input():
-    before = {"joints": lin(D, 17), "camera": nn.Sequential(lin(24, 51), nn.ReLU(), lin(D, 24)), "mix": lin(D, 2 * D)}
+    before = {
+        "joints": lin(D, 17),
+        "camera": nn.Sequential(lin(24, 51), nn.ReLU(), lin(D, 24)),
+        "mix": lin(D, 2 * D),
+    }
     labels = default_labels(with_body(before), roles=True)
     roles = [labels[f"{name}.weight"] for name in ("joints", "camera.0", "camera.2", "mix")]
     assert roles == ["other", "other", "hidden", "hidden"]
@@ -249,7 +409,12 @@ def test_each_of_several_raw_inputs_is_an_input():
 
 def test_a_layer_that_reads_the_halves_of_a_gated_one_is_hidden():
     gated = build({"up": lin(72, D), "down": lin(D, 36)})
-    assert default_labels(with_body({"tokens": nn.Embedding(9, D), "gated": gated}))["gated.down.weight"] == "muon"
+    assert (
+        default_labels(with_body({"tokens": nn.Embedding(9, D), "gated": gated}))[
+            "gated.down.weight"
+        ]
+        == "muon"
+    )
 
 
 def test_the_projections_of_a_contrastive_model_are_heads_at_any_width():
@@ -258,7 +423,9 @@ def test_the_projections_of_a_contrastive_model_are_heads_at_any_width():
             model = with_body(after={name: lin(width, D)})
             model.logit_scale = nn.Parameter(torch.zeros(()))
             assert default_labels(model, roles=True)[f"{name}.weight"] == "head"
-    hidden = with_body(before={"tokens": nn.Embedding(9, 24), "text_projection": lin(D, 24)})  # Grounding DINO
+    hidden = with_body(
+        before={"tokens": nn.Embedding(9, 24), "text_projection": lin(D, 24)}
+    )  # Grounding DINO
     assert default_labels(hidden)["text_projection.weight"] == "muon"
 
 
@@ -284,7 +451,9 @@ def test_a_layer_between_two_bodies_is_hidden():
     model.lm_head = lin(32, D)
     labels = default_labels(model)
     adamw = {
-        name for name, label in labels.items() if label == "adamw" and name.endswith("weight") and "norm" not in name
+        name
+        for name, label in labels.items()
+        if label == "adamw" and name.endswith("weight") and "norm" not in name
     }
     assert adamw == {"embed.weight", "vision.stem.weight", "lm_head.weight"}
 
@@ -315,8 +484,12 @@ def test_a_head_of_a_multiple_of_its_inputs_is_a_head(count, order):
     layers = {"policy": lin(count * D, D), "value": lin(1, D)}
     labels = default_labels(with_body(after={name: layers[name] for name in order}), roles=True)
     assert labels["policy.weight"] == "head"
-    tokens = nn.Embedding(count * D, D)  # a language model whose vocabulary is such a multiple, as one of 256 bytes
-    labels = default_labels(with_body({"tokens": tokens}, after={"readout": lin(count * D, D)}), roles=True)
+    tokens = nn.Embedding(
+        count * D, D
+    )  # a language model whose vocabulary is such a multiple, as one of 256 bytes
+    labels = default_labels(
+        with_body({"tokens": tokens}, after={"readout": lin(count * D, D)}), roles=True
+    )
     assert labels["readout.weight"] == "head"
     tasks = nn.ModuleDict({"a": lin(3, D), "b": lin(count * D, D)})
     assert default_labels(with_body(after={"tasks": tasks}), roles=True)["tasks.b.weight"] == "head"
@@ -324,16 +497,29 @@ def test_a_head_of_a_multiple_of_its_inputs_is_a_head(count, order):
 
 def test_a_sequential_of_sequentials_has_a_head():
     model = nn.Sequential(
-        nn.Sequential(lin(D, 32), nn.ReLU()), nn.Sequential(lin(D, D), nn.ReLU()), nn.Sequential(lin(10, D))
+        nn.Sequential(lin(D, 32), nn.ReLU()),
+        nn.Sequential(lin(D, D), nn.ReLU()),
+        nn.Sequential(lin(10, D)),
     )
-    assert default_labels(model) == {"0.0.weight": "muon", "1.0.weight": "muon", "2.0.weight": "adamw"}
+    assert default_labels(model) == {
+        "0.0.weight": "muon",
+        "1.0.weight": "muon",
+        "2.0.weight": "adamw",
+    }
 
 
 def test_the_blocks_inside_a_head_are_hidden_and_its_other_layers_are_heads():
     head = with_body(before={"noisy": lin(D, 24)}, after={"final": lin(24, D)})  # VibeVoice
-    labels = default_labels(with_body({"tokens": nn.Embedding(9, D)}, after={"diffusion_head": head}), roles=True)
+    labels = default_labels(
+        with_body({"tokens": nn.Embedding(9, D)}, after={"diffusion_head": head}), roles=True
+    )
     names = ("blocks.0.up", "blocks.1.down", "noisy", "final")
-    assert [labels[f"diffusion_head.{name}.weight"] for name in names] == ["hidden", "hidden", "head", "head"]
+    assert [labels[f"diffusion_head.{name}.weight"] for name in names] == [
+        "hidden",
+        "hidden",
+        "head",
+        "head",
+    ]
 
 
 @pytest.mark.filterwarnings("error")
@@ -354,7 +540,9 @@ def test_only_embeddings_are_asked_for_the_width_of_an_embedding():
 
 def calls_of_structure(blocks: int) -> int:
     """The number of function calls that read the structure of a model whose blocks are sequences."""
-    body = nn.ModuleList([nn.Sequential(lin(2 * D, D), nn.ReLU(), lin(D, 2 * D)) for _ in range(blocks)])
+    body = nn.ModuleList(
+        [nn.Sequential(lin(2 * D, D), nn.ReLU(), lin(D, 2 * D)) for _ in range(blocks)]
+    )
     profile = cProfile.Profile()
     profile.runcall(structure_of, build({"blocks": body, "head": lin(100, D)}))
     return sum(entry.callcount for entry in profile.getstats())
@@ -374,22 +562,27 @@ class Dense(nn.Module):
 
 def test_a_table_has_a_reason_that_names_the_module():
     labels = default_labels(with_body(**table(odd=(9, D))))
-    assert labels.reason("blocks.0.owner.odd") == "table (a 2-D parameter of Holder, not the weight of a layer)"
+    assert (
+        labels.reason("blocks.0.owner.odd")
+        == "table (a 2-D parameter of Holder, not the weight of a layer)"
+    )
 
 
 def test_a_wrapper_around_a_model_changes_no_role():
     model = with_body({"stem": lin(D, 75)}, {"owner": Holder(odd=(9, D))}, {"last": lin(99, D)})
     wrapped = default_labels(build({"module": model}), roles=True)
-    assert {name.removeprefix("module."): role for name, role in wrapped.items()} == default_labels(model, roles=True)
+    assert {name.removeprefix("module."): role for name, role in wrapped.items()} == default_labels(
+        model, roles=True
+    )
 
 
 def test_a_compiled_model_has_the_roles_of_the_model():
     model = with_body({"stem": lin(D, 75)}, after={"norm_out": nn.LayerNorm(D), "last": lin(99, D)})
     compiled = default_labels(torch.compile(model), roles=True)
     assert compiled["_orig_mod.last.weight"] == "head"
-    assert {name.removeprefix("_orig_mod."): role for name, role in compiled.items()} == default_labels(
-        model, roles=True
-    )
+    assert {
+        name.removeprefix("_orig_mod."): role for name, role in compiled.items()
+    } == default_labels(model, roles=True)
 
 
 class QueryProjector(nn.Linear):
@@ -421,7 +614,9 @@ def test_matrices_that_a_known_module_holds_directly_are_no_tables():
 
 def argument_of(message: str, name: str) -> object:
     """The argument that a message prints as a line of code."""
-    (line, *_) = [line.strip() for line in message.splitlines() if line.strip().startswith(f"{name}=")]
+    (line, *_) = [
+        line.strip() for line in message.splitlines() if line.strip().startswith(f"{name}=")
+    ]
     return eval(f"dict({line})", {"muonfx": mfx})[name]
 
 
@@ -451,11 +646,19 @@ def actor_critic() -> nn.Module:
         (lambda: nn.Sequential(Dense(8, 32), Dense(10, 8)), "1.linear.weight"),
         (actor_critic, "policy.weight"),
         (
-            lambda: build({"torso": lin(64, 8), "flat": lin(8, 48), "policy": lin(6, 64), "value": lin(1, 64)}),
+            lambda: build(
+                {"torso": lin(64, 8), "flat": lin(8, 48), "policy": lin(6, 64), "value": lin(1, 64)}
+            ),
             "policy.weight",
         ),
-        (lambda: build({"torso": lin(64, 8), "policy": two_layers(6), "value": two_layers(1)}), "policy.2.weight"),
-        (lambda: with_body(before={"tokens": nn.Embedding(99, D), "readout": lin(8 * D, D)}), "readout.weight"),
+        (
+            lambda: build({"torso": lin(64, 8), "policy": two_layers(6), "value": two_layers(1)}),
+            "policy.2.weight",
+        ),
+        (
+            lambda: with_body(before={"tokens": nn.Embedding(99, D), "readout": lin(8 * D, D)}),
+            "readout.weight",
+        ),
     ],
 )
 def test_a_model_without_a_recognized_head_is_warned_of_with_the_line_that_labels_it(make, name):
@@ -463,12 +666,16 @@ def test_a_model_without_a_recognized_head_is_warned_of_with_the_line_that_label
     with pytest.warns(UserWarning, match=f"no output head.*{name!r}.*'muon'") as caught:
         optimizer = mfx.Muon(model)
     assert caught[0].filename == __file__
-    assert [group["label"] for group in optimizer.param_groups if name in group["param_names"]] == ["muon"]
+    assert [group["label"] for group in optimizer.param_groups if name in group["param_names"]] == [
+        "muon"
+    ]
     labels = argument_of(str(caught[0].message), "labels")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer = mfx.Muon(model, labels=labels)
-    assert [group["label"] for group in optimizer.param_groups if name in group["param_names"]] == ["adamw"]
+    assert [group["label"] for group in optimizer.param_groups if name in group["param_names"]] == [
+        "adamw"
+    ]
 
 
 def test_networks_in_one_module_are_read_as_one_network():
@@ -478,7 +685,9 @@ def test_networks_in_one_module_are_read_as_one_network():
             "discriminator": nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 1)),
         }
     )
-    assert default_labels(networks)["generator.2.weight"] == "muon"  # as the discriminator reads 2 features
+    assert (
+        default_labels(networks)["generator.2.weight"] == "muon"
+    )  # as the discriminator reads 2 features
     with pytest.warns(UserWarning, match=r"no output head.*'2.weight' \(2, 32\)"):
         default_labels(networks["generator"])
     rule = (mfx.routing.path("generator.2.*"), "adamw")
@@ -488,9 +697,15 @@ def test_networks_in_one_module_are_read_as_one_network():
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("options", "hidden", "head"),
-    [({}, "muon", "adamw"), ({"roles": True}, "hidden", "head"), ({"muon": "m", "other": "o"}, "m", "o")],
+    [
+        ({}, "muon", "adamw"),
+        ({"roles": True}, "hidden", "head"),
+        ({"muon": "m", "other": "o"}, "m", "o"),
+    ],
 )
-def test_the_line_that_labels_a_head_has_the_labels_of_the_caller(options: dict[str, Any], hidden: str, head: str):
+def test_the_line_that_labels_a_head_has_the_labels_of_the_caller(
+    options: dict[str, Any], hidden: str, head: str
+):
     with pytest.warns(UserWarning, match="no output head") as caught:
         before = default_labels(mlp(), **options)
     after = argument_of(str(caught[0].message), "labels")(mlp())
@@ -507,7 +722,9 @@ def test_the_line_that_labels_a_head_does_not_depend_on_wrappers():
     assert "path('3.weight')" in text
     for wrapped_or_not in (model, mlp()):
         optimizer = mfx.Muon(wrapped_or_not, labels=argument_of(text, "labels"))
-        (names,) = (group["param_names"] for group in optimizer.param_groups if group["label"] == "muon")
+        (names,) = (
+            group["param_names"] for group in optimizer.param_groups if group["label"] == "muon"
+        )
         assert not any(name.startswith("3.") for name in names)
 
 
@@ -562,8 +779,16 @@ def wrapped(**children: nn.Module) -> nn.Module:
 
 
 FUSED = {
-    "LeViT, a wrapper of LoRA": (lambda: wrapped(qkv=build({"linear": lin(3 * D, D)})), "0.qkv.linear.weight", 3),
-    "a base layer": (lambda: wrapped(qkv=build({"base_layer": lin(3 * D, D)})), "0.qkv.base_layer.weight", 3),
+    "LeViT, a wrapper of LoRA": (
+        lambda: wrapped(qkv=build({"linear": lin(3 * D, D)})),
+        "0.qkv.linear.weight",
+        3,
+    ),
+    "a base layer": (
+        lambda: wrapped(qkv=build({"base_layer": lin(3 * D, D)})),
+        "0.qkv.base_layer.weight",
+        3,
+    ),
     "a Sequential": (lambda: wrapped(qkv=nn.Sequential(lin(3 * D, D))), "0.qkv.0.weight", 3),
     "a convolution": (lambda: wrapped(qkv=nn.Conv2d(D, 3 * D, 1)), "0.qkv.weight", 3),
     "DiT": (
@@ -571,62 +796,103 @@ FUSED = {
         "0.adaLN_modulation.1.weight",
         6,
     ),
-    "PixArt": (lambda: wrapped(adaln_single=build({"linear": lin(6 * D, D)})), "0.adaln_single.linear.weight", 6),
-    "Qwen-Image": (lambda: wrapped(img_mod=nn.Sequential(nn.SiLU(), lin(6 * D, D))), "0.img_mod.1.weight", 6),
-    "Flux": (lambda: wrapped(modulation=build({"lin": lin(3 * D, D)})), "0.modulation.lin.weight", 3),
-    "a narrow condition": (lambda: wrapped(adaln=build({"linear": lin(6 * D, 5)})), "0.adaln.linear.weight", 6),
+    "PixArt": (
+        lambda: wrapped(adaln_single=build({"linear": lin(6 * D, D)})),
+        "0.adaln_single.linear.weight",
+        6,
+    ),
+    "Qwen-Image": (
+        lambda: wrapped(img_mod=nn.Sequential(nn.SiLU(), lin(6 * D, D))),
+        "0.img_mod.1.weight",
+        6,
+    ),
+    "Flux": (
+        lambda: wrapped(modulation=build({"lin": lin(3 * D, D)})),
+        "0.modulation.lin.weight",
+        3,
+    ),
+    "a narrow condition": (
+        lambda: wrapped(adaln=build({"linear": lin(6 * D, 5)})),
+        "0.adaln.linear.weight",
+        6,
+    ),
     "GEGLU": (lambda: wrapped(wi=lin(8 * D, D), wo=lin(D, 4 * D)), "0.wi.weight", 2),
     "SwiGLU, nested": (
-        lambda: wrapped(net=nn.Sequential(build({"proj": lin(8 * D, D)}), nn.Dropout(), lin(D, 4 * D))),
+        lambda: wrapped(
+            net=nn.Sequential(build({"proj": lin(8 * D, D)}), nn.Dropout(), lin(D, 4 * D))
+        ),
         "0.net.0.proj.weight",
         2,
     ),
     "Conformer": (
-        lambda: wrapped(pw1=nn.Conv1d(D, 2 * D, 1), dw=nn.Conv1d(D, D, 7, groups=D), pw2=nn.Conv1d(D, D, 1)),
+        lambda: wrapped(
+            pw1=nn.Conv1d(D, 2 * D, 1), dw=nn.Conv1d(D, D, 7, groups=D), pw2=nn.Conv1d(D, D, 1)
+        ),
         "0.pw1.weight",
         2,
     ),
     "Conformer, beside an MLP": (
         lambda: wrapped(
             mlp=build({"up": lin(4 * D, D), "down": lin(D, 4 * D)}),
-            conv=build({"pw1": nn.Conv1d(D, 2 * D, 1), "dw": nn.Conv1d(D, D, 7, groups=D), "pw2": nn.Conv1d(D, D, 1)}),
+            conv=build(
+                {
+                    "pw1": nn.Conv1d(D, 2 * D, 1),
+                    "dw": nn.Conv1d(D, D, 7, groups=D),
+                    "pw2": nn.Conv1d(D, D, 1),
+                }
+            ),
         ),
         "0.conv.pw1.weight",
         2,
     ),
     "Sana": (
         lambda: wrapped(
-            up=nn.Conv2d(D, 8 * D, 1), dw=nn.Conv2d(8 * D, 8 * D, 3, groups=8 * D), down=nn.Conv2d(4 * D, D, 1)
+            up=nn.Conv2d(D, 8 * D, 1),
+            dw=nn.Conv2d(8 * D, 8 * D, 3, groups=8 * D),
+            down=nn.Conv2d(4 * D, D, 1),
         ),
         "0.up.weight",
         2,
     ),
     "MambaOut, of two stages": (
         lambda: nn.ModuleList(
-            [build({"fc1": lin(8 * width, width), "fc2": lin(width, 4 * width)}) for width in (D, 2 * D)]
+            [
+                build({"fc1": lin(8 * width, width), "fc2": lin(width, 4 * width)})
+                for width in (D, 2 * D)
+            ]
         ),
         "0.fc1.weight",
         2,
     ),
     "Mamba": (
         lambda: wrapped(
-            mixer=build({"in_proj": lin(4 * D, D), "conv": nn.Conv1d(2 * D, 2 * D, 4, groups=2 * D)}),
+            mixer=build(
+                {"in_proj": lin(4 * D, D), "conv": nn.Conv1d(2 * D, 2 * D, 4, groups=2 * D)}
+            ),
             out=lin(D, 2 * D),
         ),
         "0.mixer.in_proj.weight",
         2,
     ),
     "queries with a gate": (
-        lambda: wrapped(attn=build({"q_proj": lin(96, D), "k_proj": lin(8, D), "o_proj": lin(D, 48)})),
+        lambda: wrapped(
+            attn=build({"q_proj": lin(96, D), "k_proj": lin(8, D), "o_proj": lin(D, 48)})
+        ),
         "0.attn.q_proj.weight",
         2,
     ),
-    "gate and up": (lambda: wrapped(gate_up_proj=build({"linear": lin(4 * D, D)})), "0.gate_up_proj.linear.weight", 2),
+    "gate and up": (
+        lambda: wrapped(gate_up_proj=build({"linear": lin(4 * D, D)})),
+        "0.gate_up_proj.linear.weight",
+        2,
+    ),
 }
 
 
 @pytest.mark.parametrize(("make", "name", "parts"), FUSED.values(), ids=FUSED)
-def test_a_fused_layer_of_unknown_code_is_warned_of_with_a_line_that_splits_it_as_the_report_shows(make, name, parts):
+def test_a_fused_layer_of_unknown_code_is_warned_of_with_a_line_that_splits_it_as_the_report_shows(
+    make, name, parts
+):
     model = make()
     with pytest.warns(UserWarning, match="several matrices each") as caught:
         optimizer = mfx.Muon(model)
@@ -668,14 +934,24 @@ TWO = "(part=2 out) in -> part out in"
 @pytest.mark.parametrize(
     ("layer", "name", "pattern"),
     [
-        (of_package("timm.layers.attention", "Attention", qkv=lin(3 * D, D)), "qkv", "(part=3 out) in -> part out in"),
+        (
+            of_package("timm.layers.attention", "Attention", qkv=lin(3 * D, D)),
+            "qkv",
+            "(part=3 out) in -> part out in",
+        ),
         (
             of_package("timm.models.visformer", "Attention", qkv=nn.Conv2d(D, 3 * D, 1)),
             "qkv",
             "(part=3 out) ... -> part out (...)",
         ),
         (
-            of_package("timm.models.maxxvit", "AttentionCl", qkv=lin(3 * D, D), head_first=True, num_heads=2),
+            of_package(
+                "timm.models.maxxvit",
+                "AttentionCl",
+                qkv=lin(3 * D, D),
+                head_first=True,
+                num_heads=2,
+            ),
             "qkv",
             "(heads=2 part=3 dim) in -> part (heads dim) in",
         ),
@@ -700,12 +976,26 @@ TWO = "(part=2 out) in -> part out in"
         (of_package("diffusers.models.activations", "GEGLU", proj=lin(8 * D, D)), "proj", TWO),
         (of_package("diffusers.models.activations", "SwiGLU", proj=lin(8 * D, D)), "proj", TWO),
         (
-            of_package("diffusers.models.transformers.dit", "DiTTransformer2DModel", proj_out_1=lin(2 * D, D)),
+            of_package(
+                "diffusers.models.transformers.dit",
+                "DiTTransformer2DModel",
+                proj_out_1=lin(2 * D, D),
+            ),
             "proj_out_1",
             TWO,
         ),
-        (of_package("transformers.models.moonshine", "MoonshineDecoderMLP", fc1=lin(4 * D, D)), "fc1", TWO),
-        (of_package("transformers.models.kyutai", "KyutaiSpeechToTextGatingMLP", fc1=lin(4 * D, D)), "fc1", TWO),
+        (
+            of_package("transformers.models.moonshine", "MoonshineDecoderMLP", fc1=lin(4 * D, D)),
+            "fc1",
+            TWO,
+        ),
+        (
+            of_package(
+                "transformers.models.kyutai", "KyutaiSpeechToTextGatingMLP", fc1=lin(4 * D, D)
+            ),
+            "fc1",
+            TWO,
+        ),
         (
             of_package("transformers.models.lfm3", "Lfm3ShortConv", in_proj=lin(3 * D, D)),
             "in_proj",
@@ -746,18 +1036,26 @@ TWO = "(part=2 out) in -> part out in"
             "(heads=4 (query=4 + key=4 + value)) in -> (heads query) in, (heads key) in, (heads value) in",
         ),
         (
-            of_package("transformers.models.x", "GraniteSpeechConformerConvModule", up_conv=lin(4 * D, D)),
+            of_package(
+                "transformers.models.x", "GraniteSpeechConformerConvModule", up_conv=lin(4 * D, D)
+            ),
             "up_conv",
             TWO,
         ),
         (
-            of_package("transformers.models.seamless", "SeamlessM4TConformerAdapterLayer", residual_conv=lin(2 * D, D)),
+            of_package(
+                "transformers.models.seamless",
+                "SeamlessM4TConformerAdapterLayer",
+                residual_conv=lin(2 * D, D),
+            ),
             "residual_conv",
             TWO,
         ),
         (
             of_package(
-                "transformers.models.speech_to_text", "Conv1dSubsampler", conv_layers=nn.ModuleList([lin(2 * D, D)])
+                "transformers.models.speech_to_text",
+                "Conv1dSubsampler",
+                conv_layers=nn.ModuleList([lin(2 * D, D)]),
             ),
             "conv_layers.0",
             TWO,
@@ -769,13 +1067,25 @@ TWO = "(part=2 out) in -> part out in"
         ),
         (of_package("timm.models.convit", "GPSA", qk=lin(2 * D, D)), "qk", TWO),
         (
-            of_package("timm.models.vit", "ParallelScalingBlock", in_proj=lin(7 * D, D), num_heads=2, head_dim=8),
+            of_package(
+                "timm.models.vit",
+                "ParallelScalingBlock",
+                in_proj=lin(7 * D, D),
+                num_heads=2,
+                head_dim=8,
+            ),
             "in_proj",
             "(mlp + query=16 + key=16 + value=16) in -> mlp in, query in, key in, value in",
         ),
         # Its heads are half as wide, and twice as many.
         (
-            of_package("timm.models.vit", "DiffParallelScalingBlock", in_proj=lin(7 * D, D), num_heads=2, head_dim=4),
+            of_package(
+                "timm.models.vit",
+                "DiffParallelScalingBlock",
+                in_proj=lin(7 * D, D),
+                num_heads=2,
+                head_dim=4,
+            ),
             "in_proj",
             "(mlp + query=16 + key=16 + value=16) in -> mlp in, query in, key in, value in",
         ),
@@ -802,10 +1112,21 @@ TWO = "(part=2 out) in -> part out in"
             "linear1",
             "(query=16 + key=16 + value=16 + mlp=64) in -> query in, key in, value in, mlp in",
         ),
-        (of_package("transformers.models.x", "DeepseekV4Indexer", kv_proj=lin(2 * D, D)), "kv_proj", TWO),
+        (
+            of_package("transformers.models.x", "DeepseekV4Indexer", kv_proj=lin(2 * D, D)),
+            "kv_proj",
+            TWO,
+        ),
         (of_package("timm.models.pvt_v2", "Attention", kv=lin(2 * D, D)), "kv", TWO),
         (
-            of_package("timm.layers", "HaloAttn", kv=lin(2 * D, D), num_heads=2, dim_head_qk=4, dim_head_v=12),
+            of_package(
+                "timm.layers",
+                "HaloAttn",
+                kv=lin(2 * D, D),
+                num_heads=2,
+                dim_head_qk=4,
+                dim_head_v=12,
+            ),
             "kv",
             "(heads=2 (key=4 + value=12)) in -> (heads key) in, (heads value) in",
         ),
@@ -821,17 +1142,27 @@ TWO = "(part=2 out) in -> part out in"
             "(heads=4 (key=4 + value)) in -> (heads key) in, (heads value) in",
         ),
         (
-            of_package("transformers.models.xlstm", "xLSTMLayer", qkv_opreact=lin(6 * D, D), qk_dim=D, v_dim=2 * D),
+            of_package(
+                "transformers.models.xlstm",
+                "xLSTMLayer",
+                qkv_opreact=lin(6 * D, D),
+                qk_dim=D,
+                v_dim=2 * D,
+            ),
             "qkv_opreact",
             "(query=16 + key=16 + value=32 + gate=32) in -> query in, key in, value in, gate in",
         ),
         (
-            of_package("timm.layers", "BottleneckAttn", qkv=lin(4 * D, D), dim_out_qk=D, dim_out_v=2 * D),
+            of_package(
+                "timm.layers", "BottleneckAttn", qkv=lin(4 * D, D), dim_out_qk=D, dim_out_v=2 * D
+            ),
             "qkv",
             "(query=16 + key=16 + value=32) in -> query in, key in, value in",
         ),
         (
-            of_package("timm.layers", "LambdaLayer", qkv=lin(32, D), num_heads=2, dim_qk=8, dim_v=8),
+            of_package(
+                "timm.layers", "LambdaLayer", qkv=lin(32, D), num_heads=2, dim_qk=8, dim_v=8
+            ),
             "qkv",
             "(query=16 + key=8 + value=8) in -> query in, key in, value in",
         ),
@@ -841,7 +1172,12 @@ TWO = "(part=2 out) in -> part out in"
             "(heads part=3 dim=8) in -> part (heads dim) in",
         ),
         (
-            of_package("timm.models.mobilevit", "LinearSelfAttention", qkv_proj=lin(1 + 2 * D, D), embed_dim=D),
+            of_package(
+                "timm.models.mobilevit",
+                "LinearSelfAttention",
+                qkv_proj=lin(1 + 2 * D, D),
+                embed_dim=D,
+            ),
             "qkv_proj",
             "(query=1 + key=16 + value=16) in -> query in, key in, value in",
         ),
@@ -851,7 +1187,14 @@ TWO = "(part=2 out) in -> part out in"
             "(heads=2 part=3 dim) in -> part (heads dim) in",
         ),
         (
-            of_package("timm.models.levit", "AttentionDownsample", kv=lin(3 * D, D), num_heads=4, key_dim=4, val_dim=8),
+            of_package(
+                "timm.models.levit",
+                "AttentionDownsample",
+                kv=lin(3 * D, D),
+                num_heads=4,
+                key_dim=4,
+                val_dim=8,
+            ),
             "kv",
             "(heads=4 (key=4 + value=8)) in -> (heads key) in, (heads value) in",
         ),
@@ -862,7 +1205,11 @@ TWO = "(part=2 out) in -> part out in"
         ),
         (
             of_package(
-                "torchtitan.models.deepseek_v3", "Attention", wkv_a=lin(20, D), kv_lora_rank=16, qk_rope_head_dim=4
+                "torchtitan.models.deepseek_v3",
+                "Attention",
+                wkv_a=lin(20, D),
+                kv_lora_rank=16,
+                qk_rope_head_dim=4,
             ),
             "wkv_a",
             "(latent=16 + rotary=4) in -> latent in, rotary in",
@@ -937,11 +1284,16 @@ def test_fused_layers_of_known_packages_are_split_as_their_code_does(layer, name
 def test_fused_layers_of_equal_parts_are_split_as_their_code_does(package, holder, name, parts):
     layer = of_package(package, holder, **{name: lin(parts * D, D)})
     model = nn.ModuleList([build({"layer": layer, "proj": lin(D, D)})])
-    assert default_labels(model).views[f"0.layer.{name}.weight"].pattern == f"(part={parts} out) in -> part out in"
+    assert (
+        default_labels(model).views[f"0.layer.{name}.weight"].pattern
+        == f"(part={parts} out) in -> part out in"
+    )
 
 
 def test_the_modulation_of_focalnet_in_transformers_is_split_as_its_code_does():
-    layer = of_package("transformers.models.x", "FocalNetModulation", projection_in=lin(2 * D + 3, D), dim=D)
+    layer = of_package(
+        "transformers.models.x", "FocalNetModulation", projection_in=lin(2 * D + 3, D), dim=D
+    )
     pattern = default_labels(nn.ModuleList([layer])).views["0.projection_in.weight"].pattern
     assert pattern == "(query=16 + context=16 + gates) in -> query in, context in, gates in"
 

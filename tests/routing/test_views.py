@@ -53,10 +53,14 @@ def near(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def as_matrices(model: nn.Module, parts: dict[str, list[torch.Tensor]], **settings) -> dict[str, list[torch.Tensor]]:
+def as_matrices(
+    model: nn.Module, parts: dict[str, list[torch.Tensor]], **settings
+) -> dict[str, list[torch.Tensor]]:
     """The matrices of each parameter after the same step, each a parameter of its own."""
     flat = {
-        f"{name}/{at}": nn.Parameter(m.detach().clone()) for name, held in parts.items() for at, m in enumerate(held)
+        f"{name}/{at}": nn.Parameter(m.detach().clone())
+        for name, held in parts.items()
+        for at, m in enumerate(held)
     }
     optimizer = mfx.Muon(
         flat,
@@ -69,7 +73,10 @@ def as_matrices(model: nn.Module, parts: dict[str, list[torch.Tensor]], **settin
     for param in flat.values():
         param.grad = param.detach().square()
     optimizer.step()
-    return {name: [flat[f"{name}/{at}"].detach() for at in range(len(held))] for name, held in parts.items()}
+    return {
+        name: [flat[f"{name}/{at}"].detach() for at in range(len(held))]
+        for name, held in parts.items()
+    }
 
 
 @pytest.mark.filterwarnings("ignore:labels. these parameters may hold")
@@ -79,7 +86,9 @@ def test_each_expert_of_a_stack_is_a_matrix_of_its_own(transposed):
     labels = default_labels(model)
     assert set(labels.values()) == {"muon"}
     stored = TRANSPOSED_STACK if transposed else STACK
-    assert labels.view() == mfx.MatrixView({"*experts.gate_up_proj": stored, "*experts.down_proj": stored})
+    assert labels.view() == mfx.MatrixView(
+        {"*experts.gate_up_proj": stored, "*experts.down_proj": stored}
+    )
     wanted = as_matrices(model, {name: list(param) for name, param in model.named_parameters()})
     near(stepped(model), {name: torch.stack(experts) for name, experts in wanted.items()})
 
@@ -95,16 +104,24 @@ STACKS_IN_OUT = {
     "down first": mixture(ROUTER, down=(4, 6, 8), gate=(4, 8, 6), up=(4, 8, 6)),
     "up and down": mixture(ROUTER, w_in=(4, 8, 6), w_out=(4, 6, 8)),
     "fused": mixture(ROUTER, w_in=(4, 8, 12), w_out=(4, 6, 8)),
-    "layers": held(moe=held(router=ROUTER, experts=held(up=Holder(weight=(4, 8, 6)), down=Holder(weight=(4, 6, 8))))),
+    "layers": held(
+        moe=held(
+            router=ROUTER, experts=held(up=Holder(weight=(4, 8, 6)), down=Holder(weight=(4, 6, 8)))
+        )
+    ),
     "a router in a router": mixture(held(gate=ROUTER), w_in=(4, 8, 6), w_out=(4, 6, 8)),
-    "wrapped": held(moe=held(router=ROUTER, experts=held(_orig_mod=Holder(w_in=(4, 8, 6), w_out=(4, 6, 8))))),
+    "wrapped": held(
+        moe=held(router=ROUTER, experts=held(_orig_mod=Holder(w_in=(4, 8, 6), w_out=(4, 6, 8))))
+    ),
 }
 STACKS_OUT_IN = {
     "with a gate": mixture(ROUTER, w1=(4, 6, 8), w2=(4, 8, 6), w3=(4, 6, 8)),
     "up and down": mixture(ROUTER, w_in=(4, 6, 8), w_out=(4, 8, 6)),
     "square": mixture(ROUTER, w_in=(4, 8, 8), w_out=(4, 8, 8)),
     "no router": held(moe=held(experts=Holder(w_in=(4, 8, 6), w_out=(4, 6, 8)))),
-    "other routers": held(moe=held(a=ROUTER, b=nn.Linear(6, 4), experts=Holder(w_in=(4, 8, 6), w_out=(4, 6, 8)))),
+    "other routers": held(
+        moe=held(a=ROUTER, b=nn.Linear(6, 4), experts=Holder(w_in=(4, 8, 6), w_out=(4, 6, 8)))
+    ),
     "one stack": mixture(ROUTER, w_in=(4, 8, 6)),
     "other widths": mixture(ROUTER, w_in=(4, 8, 6), middle=(4, 6, 6), w_out=(4, 6, 8)),
 }
@@ -125,7 +142,10 @@ def test_stacks_are_stored_as_out_in_unless_the_router_shows_otherwise(case: str
 @pytest.mark.parametrize("lr_scaling", ["match_rms_adamw", "original", "spectral"])
 def test_a_transposed_matrix_is_scaled_and_cut_as_the_linear_layer_that_it_is(lr_scaling):
     model = held(c_fc=Conv1D(24, 8))
-    for view, rows in ((mfx.MatrixView(), 24), (mfx.MatrixView({"c_fc.weight": "in (part=3 out) -> part out in"}), 8)):
+    for view, rows in (
+        (mfx.MatrixView(), 24),
+        (mfx.MatrixView({"c_fc.weight": "in (part=3 out) -> part out in"}), 8),
+    ):
         parts = [part.T for part in model.c_fc.weight.split(rows, dim=1)]
         wanted = as_matrices(model, {"c_fc.weight": parts}, lr_scaling=lr_scaling)["c_fc.weight"]
         found = stepped(model, view, lr_scaling=lr_scaling)
@@ -189,7 +209,9 @@ def test_attributes_of_known_fused_layers_are_looked_up_in_their_own_classes_onl
         def multi_query(self) -> bool:
             raise RuntimeError("not known before the first batch")
 
-    assert labels(Attention(), [(path("*.weight"), "muon")], default=None)["c_attn.weight"] == "muon"
+    assert (
+        labels(Attention(), [(path("*.weight"), "muon")], default=None)["c_attn.weight"] == "muon"
+    )
 
 
 def test_a_given_pattern_wins_over_a_found_one():
@@ -199,12 +221,20 @@ def test_a_given_pattern_wins_over_a_found_one():
     assert found() == view({**stacks, "*attn.in_proj_weight": THREE})
     assert found(view(STACK)) == view(STACK)
     mine = {"*.gate_up_proj": TRANSPOSED_STACK}
-    assert found(view(mine)).pattern == {**mine, "*experts.down_proj": STACK, "*attn.in_proj_weight": THREE}
+    assert found(view(mine)).pattern == {
+        **mine,
+        "*experts.down_proj": STACK,
+        "*attn.in_proj_weight": THREE,
+    }
     heads = {"*in_proj*": "(heads=6 dim) in -> heads dim in"}
     assert found(view(heads)).pattern == {**heads, **stacks}
     orthogonalize = mfx.orthogonalize(view=view(mine))
-    tx = mfx.muon_with_adamw(labels=default_labels(model), orthogonalize=orthogonalize).arguments["transforms"]["muon"]
-    assert f"'*.gate_up_proj': {TRANSPOSED_STACK!r}, '*experts.down_proj': {STACK!r}" in " ".join(repr(tx).split())
+    tx = mfx.muon_with_adamw(labels=default_labels(model), orthogonalize=orthogonalize).arguments[
+        "transforms"
+    ]["muon"]
+    assert f"'*.gate_up_proj': {TRANSPOSED_STACK!r}, '*experts.down_proj': {STACK!r}" in " ".join(
+        repr(tx).split()
+    )
 
 
 def test_labels_without_views_see_each_parameter_as_before():
@@ -215,23 +245,36 @@ def test_labels_without_views_see_each_parameter_as_before():
     assert plain.arguments["transforms"]["muon"] == mfx.muon(weight_decay=0.1)
     # The labels themselves are the same value, with views and without.
     transforms = {"muon": mfx.muon(), "adamw": mfx.adamw()}
-    assert mfx.partition(transforms, labels).fingerprint == mfx.partition(transforms, Labels(labels)).fingerprint
+    assert (
+        mfx.partition(transforms, labels).fingerprint
+        == mfx.partition(transforms, Labels(labels)).fingerprint
+    )
 
 
 def test_a_parameter_of_three_dims_that_nothing_explains_is_warned_of():
     model = held(odd=Holder(kernels=(4, 40, 64)))
-    assert default_labels(model).reason("odd.kernels").endswith(f"; maybe a stack, not split: {STACK}")
-    message = r"(?s)'odd.kernels'.*'\*odd.kernels': '\.\.\. out in -> \.\.\. out in'.*More than two dims"
+    assert (
+        default_labels(model).reason("odd.kernels").endswith(f"; maybe a stack, not split: {STACK}")
+    )
+    message = (
+        r"(?s)'odd.kernels'.*'\*odd.kernels': '\.\.\. out in -> \.\.\. out in'.*More than two dims"
+    )
     with pytest.warns(UserWarning, match=message) as caught:
         mfx.Muon(model)
     assert [warning.filename for warning in caught] == [__file__]
     # A convolution is explained, and so is a parameter with a rule of its own.
     mfx.Muon(held(conv=nn.Conv1d(8, 8, 3)))
-    assert default_labels(model, [(path("odd.*"), "adamw")]).reason("odd.kernels").startswith("user rule")
+    assert (
+        default_labels(model, [(path("odd.*"), "adamw")])
+        .reason("odd.kernels")
+        .startswith("user rule")
+    )
 
 
 def test_the_view_for_a_parameter_of_three_dims_changes_no_other_parameter_and_ends_the_warning():
-    model = held(odd=Holder(weight=(4, 8, 8)), conv=nn.Conv2d(8, 8, 3), attn=nn.MultiheadAttention(8, 2))
+    model = held(
+        odd=Holder(weight=(4, 8, 8)), conv=nn.Conv2d(8, 8, 3), attn=nn.MultiheadAttention(8, 2)
+    )
     before = default_labels(model)
     with pytest.warns(UserWarning, match="several matrices each") as caught:
         mfx.Muon(model)
@@ -319,7 +362,11 @@ def test_a_partition_that_does_not_use_the_views_of_its_labels_is_warned_of():
 def test_an_optimizer_of_one_parameter_does_not_warn_of_the_views_of_the_others():
     model = held(experts=Experts(), attn=nn.MultiheadAttention(8, 2), fc=nn.Linear(8, 8))
     labels = default_labels(model)
-    for view in (labels.view(), labels.view(labels.view()), pickle.loads(pickle.dumps(labels.view()))):
+    for view in (
+        labels.view(),
+        labels.view(labels.view()),
+        pickle.loads(pickle.dumps(labels.view())),
+    ):
         tx = mfx.muon(0.1, orthogonalize=mfx.orthogonalize(view=view))
         for name in labels.views:
             mfx.TransformOptimizer([(name, model.get_parameter(name))], tx)
@@ -330,7 +377,10 @@ def test_an_optimizer_of_one_parameter_does_not_warn_of_the_views_of_the_others(
         mfx.TransformOptimizer([("fc.weight", model.get_parameter("fc.weight"))], tx)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.11", reason="the compiler of torch 2.10 cannot trace the default of a field")
+@pytest.mark.skipif(
+    torch.__version__ < "2.11",
+    reason="the compiler of torch 2.10 cannot trace the default of a field",
+)
 @pytest.mark.filterwarnings("ignore:labels. these parameters may hold")
 def test_labels_that_a_function_of_names_makes_are_the_same_while_compiling():
     params = {
@@ -338,9 +388,13 @@ def test_labels_that_a_function_of_names_makes_are_the_same_while_compiling():
         "h.attn.c_attn.weight": torch.ones(12, 4),
         "encoder.conv1.w": torch.ones(4, 4, 3),
     }
-    tx = mfx.muon_with_adamw(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32), labels=default_labels_by_name)
+    tx = mfx.muon_with_adamw(
+        0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32), labels=default_labels_by_name
+    )
     state = tx.init(params)
-    step = torch.compile(lambda tx: tx.update(params, state, params)[0], fullgraph=True, backend="eager")
+    step = torch.compile(
+        lambda tx: tx.update(params, state, params)[0], fullgraph=True, backend="eager"
+    )
     wanted = tx.update(params, state, params)[0]
     for name, update in step(tx.replace()).items():  # one that has met no parameters
         torch.testing.assert_close(update, wanted[name])
@@ -358,7 +412,9 @@ def test_the_report_says_which_matrices_there_are_and_how_they_are_stored():
     assert "8 x 8       muon   8 x 8        out, in  hidden matrix (2-D)" in lines[3]
 
 
-@pytest.mark.filterwarnings("ignore:partition. the labels have a view", "ignore:labels. these parameters may hold")
+@pytest.mark.filterwarnings(
+    "ignore:partition. the labels have a view", "ignore:labels. these parameters may hold"
+)
 def test_the_report_of_an_optimizer_shows_the_matrices_of_its_transform():
     model = held(experts=Experts(True), up=nn.Linear(8, 8))
     labels = default_labels(model)
@@ -376,9 +432,9 @@ def test_the_report_of_an_optimizer_shows_the_matrices_of_its_transform():
             assert f"4 x 8 x 12  muon   {matrices} " in gate_up
 
 
-names = st.lists(st.sampled_from(["h", "0", "1", "2", "attn", "fc", "weight", "[x]"]), min_size=1, max_size=5).map(
-    ".".join
-)
+names = st.lists(
+    st.sampled_from(["h", "0", "1", "2", "attn", "fc", "weight", "[x]"]), min_size=1, max_size=5
+).map(".".join)
 
 
 @given(st.dictionaries(names, st.sampled_from([1, 2, None]), max_size=12))
@@ -397,7 +453,9 @@ def test_patterns_give_each_name_its_value_and_nothing_to_the_others(wanted):
 
 def test_patterns_are_few_and_hold_under_a_wrapper():
     layers = {f"h.{at}.attn.c_attn.weight": 3 for at in range(40)}
-    assert patterns(layers, [f"h.{at}.mlp.c_fc.weight" for at in range(40)]) == {"*.c_attn.weight": 3}
+    assert patterns(layers, [f"h.{at}.mlp.c_fc.weight" for at in range(40)]) == {
+        "*.c_attn.weight": 3
+    }
     stages = {f"stages.{at}.layers.{n}.conv.weight": at for at in (1, 2) for n in range(3)}
     assert patterns(stages, []) == {f"*stages.{at}.layers.*.conv.weight": at for at in (1, 2)}
 
@@ -421,15 +479,21 @@ def views_of(caught) -> tuple[mfx.MatrixView, mfx.MatrixView]:
     return view, mfx.MatrixView(eval(whole))
 
 
-@pytest.mark.parametrize(("name", "parts"), [("c_attn", 3), ("Wqkv", 3), ("gate_up_proj", 2), ("kv_proj", 2)])
+@pytest.mark.parametrize(
+    ("name", "parts"), [("c_attn", 3), ("Wqkv", 3), ("gate_up_proj", 2), ("kv_proj", 2)]
+)
 def test_a_fused_matrix_of_unknown_code_is_warned_of_once_with_the_line_that_splits_it(name, parts):
     model = nn.ModuleList([Block(**{name: 12}), Block(**{name: 12})])
-    with pytest.warns(UserWarning, match=rf"'0\.{name}\.weight', '1\.{name}\.weight'\. If their parts") as caught:
+    with pytest.warns(
+        UserWarning, match=rf"'0\.{name}\.weight', '1\.{name}\.weight'\. If their parts"
+    ) as caught:
         mfx.Muon(model)
     split, whole = views_of(caught)
     pieces = {n: [*p.chunk(parts)] if name in n else [p] for n, p in model.named_parameters()}
     wanted = as_matrices(model, pieces)
-    near(stepped(model, split), {key: torch.cat(rows) for key, rows in wanted.items()})  # no warning
+    near(
+        stepped(model, split), {key: torch.cat(rows) for key, rows in wanted.items()}
+    )  # no warning
     plain = as_matrices(model, {n: [p] for n, p in model.named_parameters()})
     near(stepped(model, whole), {key: matrix for key, (matrix,) in plain.items()})
 
@@ -440,8 +504,16 @@ def stacks(**shapes: tuple[int, ...]) -> nn.Module:
 
 IN_OUT = {"up": (4, 8, 12), "down": (4, 6, 8)}
 FUSED_STACKS: dict[str, tuple[nn.Module, str, str]] = {
-    "fc1, as in Megatron": (stacks(fc1=(4, 12, 8), fc2=(4, 8, 6)), "experts.fc1", "... (part=2 out) in"),
-    "fewer inner features": (stacks(wi=(4, 8, 10), wo=(4, 10, 4)), "experts.wi", "... (part=2 out) in"),
+    "fc1, as in Megatron": (
+        stacks(fc1=(4, 12, 8), fc2=(4, 8, 6)),
+        "experts.fc1",
+        "... (part=2 out) in",
+    ),
+    "fewer inner features": (
+        stacks(wi=(4, 8, 10), wo=(4, 10, 4)),
+        "experts.wi",
+        "... (part=2 out) in",
+    ),
     "three parts": (stacks(mix=(4, 24, 8), out=(4, 8, 8)), "experts.mix", "... (part=3 out) in"),
     "with biases between": (
         stacks(fc1=(4, 12, 8), bias1=(4, 12), fc2=(4, 8, 6), bias2=(4, 8)),
@@ -474,9 +546,17 @@ def test_a_fused_stack_is_warned_of_by_the_widths_of_the_stack_beside_it(case: s
     count = int(stored[stored.index("=") + 1])
     parts = [part.mT if dim == -1 else part for part in param.chunk(count, dim)]
     wanted = as_matrices(model, {name: [matrix for part in parts for matrix in part]})[name]
-    found = [part.mT if dim == -1 else part for part in stepped(model, split)[name].chunk(count, dim)]
-    near({"all": torch.stack([matrix for part in found for matrix in part])}, {"all": torch.stack(wanted)})
-    near({"all": stepped(model, whole)[name]}, {"all": torch.stack(as_matrices(model, {name: [*param]})[name])})
+    found = [
+        part.mT if dim == -1 else part for part in stepped(model, split)[name].chunk(count, dim)
+    ]
+    near(
+        {"all": torch.stack([matrix for part in found for matrix in part])},
+        {"all": torch.stack(wanted)},
+    )
+    near(
+        {"all": stepped(model, whole)[name]},
+        {"all": torch.stack(as_matrices(model, {name: [*param]})[name])},
+    )
 
 
 WHOLE_STACKS = {
@@ -520,7 +600,9 @@ def test_rows_that_do_not_divide_are_split_by_sizes_of_the_user(name: str, rows:
         line = line.replace("<rows>", str(size), 1)
     view = eval(f"dict({line})", {"muonfx": mfx})["orthogonalize"].arguments["view"]
     found = stepped(model, view)  # no warning
-    wanted = as_matrices(model, {f"0.{name}.weight": [*model.get_parameter(f"0.{name}.weight").split(sizes)]})
+    wanted = as_matrices(
+        model, {f"0.{name}.weight": [*model.get_parameter(f"0.{name}.weight").split(sizes)]}
+    )
     near({"rows": found[f"0.{name}.weight"]}, {"rows": torch.cat(wanted[f"0.{name}.weight"])})
     whole = mfx.MatrixView(eval(warning.splitlines()[-1]))
     mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=whole))  # no warning
@@ -552,7 +634,9 @@ def test_the_line_that_splits_a_parameter_of_three_dims_fits_it():
 
 
 def test_the_line_that_splits_keeps_what_was_given_and_what_was_found():
-    model = nn.ModuleList([Block(qkv=12, other=8), held(experts=Experts(True), attn=nn.MultiheadAttention(8, 2))])
+    model = nn.ModuleList(
+        [Block(qkv=12, other=8), held(experts=Experts(True), attn=nn.MultiheadAttention(8, 2))]
+    )
     given = {"*.other.weight": "(part=2 out) in -> part out in"}
     with pytest.warns(UserWarning, match="several matrices each") as caught:
         mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(given)))
@@ -560,7 +644,10 @@ def test_the_line_that_splits_keeps_what_was_given_and_what_was_found():
     labels = default_labels(model)
     before = labels.view(mfx.MatrixView(given))
     mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=split))
-    suspected = {"0.qkv.weight": THREE, "1.experts.gate_up_proj": "... in (part=2 out) -> ... part out in"}
+    suspected = {
+        "0.qkv.weight": THREE,
+        "1.experts.gate_up_proj": "... in (part=2 out) -> ... part out in",
+    }
     for name in labels:
         assert split.text(name) == suspected.get(name, before.text(name))
 
@@ -574,14 +661,20 @@ def test_every_way_to_a_fused_matrix_warns_and_every_view_silences_it():
         lambda **given: mfx.Muon(model.named_parameters(), labels=default_labels_by_name, **given),
         lambda **given: mfx.muon_with_adamw(labels=labels, **given).init(params),
         lambda **given: mfx.partition({"muon": mfx.muon(**given)}, labels).init(params),
-        lambda **given: mfx.TransformOptimizer(model, mfx.partition({"muon": mfx.normuon(**given)}, labels)),
+        lambda **given: mfx.TransformOptimizer(
+            model, mfx.partition({"muon": mfx.normuon(**given)}, labels)
+        ),
     ]
     for way in ways:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="partition: no parameter")
             with pytest.warns(UserWarning, match="may hold several matrices each"):
                 way()
-            for pattern in ({"*.qkv.*": THREE}, "out in -> out in", "(part=4 out) in -> part out in"):
+            for pattern in (
+                {"*.qkv.*": THREE},
+                "out in -> out in",
+                "(part=4 out) in -> part out in",
+            ):
                 way(orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(pattern)))
 
 
@@ -589,12 +682,16 @@ def test_transforms_of_several_views_have_a_warning_each_with_their_own_patterns
     model = nn.ModuleList([Block(qkv=12, other=8), Block(qkv=12, other=8)])
     labels = default_labels(model, [(mfx.routing.path("1.*"), "second")])
     patterns = ["(part=2 out) in -> part out in", "(part=4 out) in -> part out in"]
-    first, second = (mfx.orthogonalize(view=mfx.MatrixView({"*.other.weight": pattern})) for pattern in patterns)
+    first, second = (
+        mfx.orthogonalize(view=mfx.MatrixView({"*.other.weight": pattern})) for pattern in patterns
+    )
     params = {name: param.detach() for name, param in model.named_parameters()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mfx.partition({"muon": first, "second": second}, labels).init(params)
-    for name, pattern, warning in zip(("0.qkv.weight", "1.qkv.weight"), patterns, caught, strict=True):
+    for name, pattern, warning in zip(
+        ("0.qkv.weight", "1.qkv.weight"), patterns, caught, strict=True
+    ):
         split, _ = views_of([warning])
         assert split.text(name) == THREE
         assert split.text(name.replace("qkv", "other")) == pattern
@@ -611,7 +708,10 @@ def test_parts_that_are_interleaved_by_head_are_split_if_the_module_gives_the_nu
     known.num_heads = 2
     model = held(attn=known)
     labels = default_labels(model)
-    assert labels.views["attn.query_key_value.weight"].pattern == "(heads=2 part=3 dim) in -> part (heads dim) in"
+    assert (
+        labels.views["attn.query_key_value.weight"].pattern
+        == "(heads=2 part=3 dim) in -> part (heads dim) in"
+    )
     weight = known.query_key_value.weight.detach().unflatten(0, (2, 3, 2))
     parts = {n: [p] for n, p in model.named_parameters() if not n.endswith("bias")}
     parts["attn.query_key_value.weight"] = [weight[:, at].flatten(0, 1) for at in range(3)]
@@ -620,7 +720,9 @@ def test_parts_that_are_interleaved_by_head_are_split_if_the_module_gives_the_nu
     for at in range(3):
         torch.testing.assert_close(found[:, at].flatten(0, 1), wanted[at], rtol=1e-4, atol=1e-5)
     del known.num_heads
-    assert "of sizes that do not fit 12 rows: not split" in default_labels(model).reason("attn.query_key_value.weight")
+    assert "of sizes that do not fit 12 rows: not split" in default_labels(model).reason(
+        "attn.query_key_value.weight"
+    )
 
 
 def test_a_fused_layer_of_torchtitan_is_split_by_groups_of_heads():
@@ -644,7 +746,10 @@ def params_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def stacked() -> dict[str, torch.Tensor]:
-    return {name: param.detach() for name, param in stack_module_state([model(0), model(1), model(2)])[0].items()}
+    return {
+        name: param.detach()
+        for name, param in stack_module_state([model(0), model(1), model(2)])[0].items()
+    }
 
 
 def recipe(**options) -> mfx.Transform:
@@ -655,13 +760,21 @@ def recipe(**options) -> mfx.Transform:
 RULES = [(path("*.weight"), "muon")]
 MATRIXWISE = {
     "recipe": lambda chosen: mfx.muon_with_adamw(0.1, labels=chosen),
-    "orthogonalize": lambda chosen: mfx.partition({"muon": mfx.orthogonalize(), "adamw": mfx.identity()}, chosen),
-    "in a chain": lambda chosen: mfx.chain(mfx.clip_by_global_norm(1.0), mfx.muon_with_adamw(labels=chosen)),
+    "orthogonalize": lambda chosen: mfx.partition(
+        {"muon": mfx.orthogonalize(), "adamw": mfx.identity()}, chosen
+    ),
+    "in a chain": lambda chosen: mfx.chain(
+        mfx.clip_by_global_norm(1.0), mfx.muon_with_adamw(labels=chosen)
+    ),
     "a view of others": lambda chosen: mfx.muon_with_adamw(
         labels=chosen, orthogonalize=mfx.orthogonalize(view=mfx.MatrixView({"another.*": STACK}))
     ),
-    "by leaf": lambda chosen: mfx.partition({"muon": mfx.contrib.normalize_leaves(), "adamw": mfx.identity()}, chosen),
-    "dion": lambda chosen: mfx.partition({"muon": variants.dion(0.1), "adamw": mfx.adamw()}, chosen),
+    "by leaf": lambda chosen: mfx.partition(
+        {"muon": mfx.contrib.normalize_leaves(), "adamw": mfx.identity()}, chosen
+    ),
+    "dion": lambda chosen: mfx.partition(
+        {"muon": variants.dion(0.1), "adamw": mfx.adamw()}, chosen
+    ),
 }
 
 
@@ -717,11 +830,15 @@ def test_only_a_tensor_with_more_dims_that_would_be_flattened_is_refused(front, 
 
 
 @pytest.mark.parametrize(
-    "conv", [nn.Conv2d(16, 16, 3, groups=4), nn.ConvTranspose2d(16, 16, 3)], ids=["groups", "transposed"]
+    "conv",
+    [nn.Conv2d(16, 16, 3, groups=4), nn.ConvTranspose2d(16, 16, 3)],
+    ids=["groups", "transposed"],
 )
 def test_a_stack_of_convolutions_is_refused_though_its_pattern_fits_more_dims(conv: nn.Module):
     labels = default_labels(held(body=conv))
-    stack = {f"body.{name}": torch.zeros(3, *param.shape) for name, param in conv.named_parameters()}
+    stack = {
+        f"body.{name}": torch.zeros(3, *param.shape) for name, param in conv.named_parameters()
+    }
     with pytest.raises(ValueError, match=r"'body.weight' has shape \(3, 16, .*one matrix"):
         mfx.muon_with_adamw(labels=labels).init(stack)
 
@@ -734,7 +851,9 @@ class XLNetRelativeAttention(nn.Module):
         self.q = nn.Parameter(torch.randn(4, 4))
 
 
-@pytest.mark.parametrize("action", [mfx.Muon, lambda model: str(mfx.describe(model))], ids=["Muon", "describe"])
+@pytest.mark.parametrize(
+    "action", [mfx.Muon, lambda model: str(mfx.describe(model))], ids=["Muon", "describe"]
+)
 def test_a_shape_that_does_not_fit_the_storage_of_its_layer_is_reported_with_the_name(action: Any):
     with pytest.raises(ValueError, match=r"'body.q' has shape \(4, 4\).*expected 3"):
         action(held(body=XLNetRelativeAttention(), head=nn.Linear(4, 4)))
@@ -764,6 +883,10 @@ def test_a_compiled_layer_alone_has_the_labels_of_the_layer():
 @pytest.mark.parametrize("required", [True, False])
 def test_a_group_without_globs_is_reported(required: bool):
     pattern = NamePatterns("view", ((),), required=required)
-    reported = pytest.raises(ValueError, match="matches none") if required else pytest.warns(match="matches none")
+    reported = (
+        pytest.raises(ValueError, match="matches none")
+        if required
+        else pytest.warns(match="matches none")
+    )
     with reported:
         warn_of_unmatched([pattern], {"w": torch.ones(2)})

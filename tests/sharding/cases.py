@@ -76,7 +76,9 @@ def model(steps: int = 2, seed: int = 0, **leaves: tuple[int, ...] | Leaf) -> Mo
     """A model by shapes: those of two dims and more are Muon's."""
     return Model(
         {
-            name: leaf if isinstance(leaf, Leaf) else Leaf(leaf, "muon" if len(leaf) >= 2 else "adamw")
+            name: leaf
+            if isinstance(leaf, Leaf)
+            else Leaf(leaf, "muon" if len(leaf) >= 2 else "adamw")
             for name, leaf in leaves.items()
         },
         seed,
@@ -85,14 +87,24 @@ def model(steps: int = 2, seed: int = 0, **leaves: tuple[int, ...] | Leaf) -> Mo
 
 
 def muon(**more: Any) -> mfx.Transform:
-    return mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(dtype=torch.float32, **more), mfx.scale_by_shape())
-
-
-def two_groups(labels: dict[str, str], matrices: mfx.Transform | None = None, b1: float = 0.9) -> mfx.Transform:
-    """Muon for some parameters, AdamW for others, nothing for the frozen ones."""
-    parts = {"muon": matrices or muon(), "adamw": mfx.scale_by_adam(b1, 0.95), "frozen": mfx.set_to_zero()}
     return mfx.chain(
-        mfx.partition({label: part for label, part in parts.items() if label in labels.values()}, labels),
+        mfx.momentum(0.9), mfx.orthogonalize(dtype=torch.float32, **more), mfx.scale_by_shape()
+    )
+
+
+def two_groups(
+    labels: dict[str, str], matrices: mfx.Transform | None = None, b1: float = 0.9
+) -> mfx.Transform:
+    """Muon for some parameters, AdamW for others, nothing for the frozen ones."""
+    parts = {
+        "muon": matrices or muon(),
+        "adamw": mfx.scale_by_adam(b1, 0.95),
+        "frozen": mfx.set_to_zero(),
+    }
+    return mfx.chain(
+        mfx.partition(
+            {label: part for label, part in parts.items() if label in labels.values()}, labels
+        ),
         mfx.add_decayed_weights(0.1),
         mfx.scale_by_learning_rate(0.1),
     )
@@ -115,7 +127,11 @@ class Zero:
 
     def of(self, params: Params, group: Any, tx: Any = None) -> Any:
         return sharding.zero(
-            params, group, stage=self.stage, partition=self.partition, tx=tx if self.knows_tx else None
+            params,
+            group,
+            stage=self.stage,
+            partition=self.partition,
+            tx=tx if self.knows_tx else None,
         )
 
 
@@ -134,7 +150,9 @@ class Flat:
             for name, gap in zip(self.order, self.room, strict=True):
                 starts[name] = end + gap
                 end = starts[name] + params[name].numel()
-        return sharding.flat(params, group, order=list(self.order), cuts=list(self.cuts), starts=starts)
+        return sharding.flat(
+            params, group, order=list(self.order), cuts=list(self.cuts), starts=starts
+        )
 
 
 @dataclass(frozen=True)
@@ -152,7 +170,9 @@ class Placed:
         return {
             name: leaf
             if self.placements[name] == ("plain",)
-            else distribute_tensor(leaf, mesh, [placement(p) for p in self.placements[name]], src_data_rank=None)
+            else distribute_tensor(
+                leaf, mesh, [placement(p) for p in self.placements[name]], src_data_rank=None
+            )
             for name, leaf in params.items()
         }
 
@@ -174,7 +194,9 @@ class FullyShardedTensorParallel:
                 alone[name] = leaf
                 continue
             how = self.parallel.get(name, "r")
-            placed = distribute_tensor(leaf, here.grid["inner"], [placement(how)], src_data_rank=None)
+            placed = distribute_tensor(
+                leaf, here.grid["inner"], [placement(how)], src_data_rank=None
+            )
             module.register_parameter(name, nn.Parameter(placed))
         if dict(module.named_parameters()):
             fully_shard(module, mesh=here.grid["outer"])
@@ -191,7 +213,9 @@ def placement(letter: str) -> Placement:
 
 def laid_out(case: LayoutCase, params: Params, here: Here, tx: Any = None) -> Any:
     """The layout on a real rank."""
-    return case.of(params, here if isinstance(case, Placed | FullyShardedTensorParallel) else here.group, tx)
+    return case.of(
+        params, here if isinstance(case, Placed | FullyShardedTensorParallel) else here.group, tx
+    )
 
 
 @dataclass(frozen=True)
@@ -227,7 +251,9 @@ _DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float64)
 
 @st.composite
 def leaves(draw: st.DrawFn, ranks: tuple[int, int] = (0, 4)) -> Leaf:
-    ndim = draw(st.sampled_from([rank for rank in (2, 2, 1, 3, 4, 0) if ranks[0] <= rank <= ranks[1]]))
+    ndim = draw(
+        st.sampled_from([rank for rank in (2, 2, 1, 3, 4, 0) if ranks[0] <= rank <= ranks[1]])
+    )
     sides = _SIDES if ndim <= 2 else _SHORT
     shape = tuple(draw(st.lists(st.sampled_from(sides), min_size=ndim, max_size=ndim)))
     labels = ("muon", "muon", "adamw", "frozen") if ndim >= 2 else ("adamw", "adamw", "frozen")
@@ -274,7 +300,9 @@ def placed(draw: st.DrawFn, model: Model, dims: int) -> Placed:
 def fully_sharded(draw: st.DrawFn, model: Model) -> FullyShardedTensorParallel:
     # fully_shard requires row-parallel parameters to be split evenly, and skips empty parameters
     ways = {
-        name: draw(st.sampled_from(["r", *["0"] * (leaf.shape[0] % 4 == 0), *["1"] * (leaf.shape[1] > 1)]))
+        name: draw(
+            st.sampled_from(["r", *["0"] * (leaf.shape[0] % 4 == 0), *["1"] * (leaf.shape[1] > 1)])
+        )
         for name, leaf in model.leaves.items()
         if len(leaf.shape) >= 2
     }
@@ -325,13 +353,19 @@ def grouped_chains(model: Model) -> st.SearchStrategy[mfx.Transform]:
     names = st.sampled_from(("polar_express_5", "keller"))
 
     def orthogonal(pattern: Any, coefficients: str, middle: list[mfx.Transform]) -> mfx.Transform:
-        newton = mfx.orthogonalize(dtype=torch.float32, view=mfx.MatrixView(pattern), coefficients=coefficients)
-        return mfx.chain(mfx.momentum(0.9), newton, *middle, mfx.scale_by_shape(view=mfx.MatrixView(pattern)))
+        newton = mfx.orthogonalize(
+            dtype=torch.float32, view=mfx.MatrixView(pattern), coefficients=coefficients
+        )
+        return mfx.chain(
+            mfx.momentum(0.9), newton, *middle, mfx.scale_by_shape(view=mfx.MatrixView(pattern))
+        )
 
     between = st.lists(transforms(["normalize_neurons", "scale", "clip_by_block_rms"]), max_size=1)
     inner = st.builds(orthogonal, patterns, names, between)
     before = st.lists(transforms(["clip_by_global_norm", "clip_by_value", "scale"]), max_size=1)
-    wraps = st.sampled_from((None, mfx.skip_nonfinite, mfx.as_tensors, lambda tx: mfx.accumulate(tx, 2)))
+    wraps = st.sampled_from(
+        (None, mfx.skip_nonfinite, mfx.as_tensors, lambda tx: mfx.accumulate(tx, 2))
+    )
 
     def build(matrices: mfx.Transform, first: list[mfx.Transform], wrap: Any) -> mfx.Transform:
         tx = mfx.chain(*first, two_groups(model.labels, matrices))

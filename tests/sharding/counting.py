@@ -60,7 +60,14 @@ def count_calls(found: dict[str, int], what: str, function: Any) -> Any:
 
 
 _COLLECTIVES = ("all_to_all_single", "all_reduce", "broadcast")
-_OTHERS = ("all_to_all", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "send")
+_OTHERS = (
+    "all_to_all",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "send",
+)
 _OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 
@@ -73,7 +80,9 @@ def counting(here: Here) -> Iterator[Counted]:
         real = getattr(dist, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            order = {"all_to_all_single": ("output", "input", "output_split_sizes", "input_split_sizes")}.get(name, ())
+            order = {
+                "all_to_all_single": ("output", "input", "output_split_sizes", "input_split_sizes")
+            }.get(name, ())
             given = (*args, *[kwargs[key] for key in order[len(args) :] if key in kwargs])
             counted.add(name, _to_others(name, given, here.rank, here.size))
             return real(*args, **kwargs)
@@ -81,7 +90,9 @@ def counting(here: Here) -> Iterator[Counted]:
         return call
 
     def refused(*_: Any, **__: Any) -> None:
-        raise AssertionError("an object was sent in a step, or a collective was called that is not counted")
+        raise AssertionError(
+            "an object was sent in a step, or a collective was called that is not counted"
+        )
 
     orthogonalize = Orthogonalizer.__call__
 
@@ -89,8 +100,13 @@ def counting(here: Here) -> Iterator[Counted]:
         counted.matrices += sum(prod(x.shape[:-2]) for x in xs if x.numel())
         return orthogonalize(self, xs, **settings)
 
-    calls = {name: watched(name) for name in _COLLECTIVES} | dict.fromkeys(_OTHERS + _OBJECTS, refused)
-    with mock.patch.multiple(dist, **calls), mock.patch.object(Orthogonalizer, "__call__", counted_call):
+    calls = {name: watched(name) for name in _COLLECTIVES} | dict.fromkeys(
+        _OTHERS + _OBJECTS, refused
+    )
+    with (
+        mock.patch.multiple(dist, **calls),
+        mock.patch.object(Orthogonalizer, "__call__", counted_call),
+    ):
         yield counted
 
 

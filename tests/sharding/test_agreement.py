@@ -47,15 +47,26 @@ MASKED = mfx.masked(mfx.orthogonalize(), mfx.routing.ndim(min=2))
 
 
 def labelled(label: str) -> mfx.Transform:
-    return mfx.partition({"x": mfx.scale(1.0), "y": mfx.scale(2.0)}, {"a": "x", "b": label, "c": "y"})
+    return mfx.partition(
+        {"x": mfx.scale(1.0), "y": mfx.scale(2.0)}, {"a": "x", "b": label, "c": "y"}
+    )
 
 
 BOUND: dict[str, tuple[dict[str, Any], str]] = {
     # the difference: on the odd rank, in the error
-    "a name": ({"params": {"a": some(4, 5), "c": some(6, 2), "d": some(3)}}, "different parameters: 'b' is"),
+    "a name": (
+        {"params": {"a": some(4, 5), "c": some(6, 2), "d": some(3)}},
+        "different parameters: 'b' is",
+    ),
     "a parameter more": ({"params": PARAMS | {"d": some(2)}}, "'d' is missing on rank 0"),
-    "a shape": ({"params": PARAMS | {"a": some(5, 4)}}, "'a' is (4, 5) torch.float32 on rank 0 and (5, 4)"),
-    "a dtype": ({"params": PARAMS | {"a": some(4, 5).double()}}, "torch.float32 on rank 0 and (4, 5) torch.float64"),
+    "a shape": (
+        {"params": PARAMS | {"a": some(5, 4)}},
+        "'a' is (4, 5) torch.float32 on rank 0 and (5, 4)",
+    ),
+    "a dtype": (
+        {"params": PARAMS | {"a": some(4, 5).double()}},
+        "torch.float32 on rank 0 and (4, 5) torch.float64",
+    ),
     "the order of names": ({"params": OrderedDict(reversed(PARAMS.items()))}, "different"),
     "a number": ({"tx": mfx.chain(mfx.momentum(0.8), MASKED)}, "0.9"),
     "the chain": ({"tx": mfx.scale(0.1)}, "scale"),
@@ -65,9 +76,18 @@ BOUND: dict[str, tuple[dict[str, Any], str]] = {
     "a store": ({"tx": sharding.offload(mfx.momentum(0.9))}, "different stores of the state"),
     "muonfx": ({"version of": mfx}, f"'muonfx' is {mfx.__version__} on rank 0 and 0.0.1 on rank 2"),
     "torch": ({"version of": torch}, "'torch' is "),
-    "a default dtype": ({"dtype": torch.float64}, "dtype' is torch.float32 on rank 0 and torch.float64 on rank 2"),
-    "determinism": ({"deterministic": True}, "'deterministic algorithms' is False on rank 0 and True on rank 2"),
-    "a precision": ({"precision": "medium"}, "'float32 matmul precision' is highest on rank 0 and medium on rank 2"),
+    "a default dtype": (
+        {"dtype": torch.float64},
+        "dtype' is torch.float32 on rank 0 and torch.float64 on rank 2",
+    ),
+    "determinism": (
+        {"deterministic": True},
+        "'deterministic algorithms' is False on rank 0 and True on rank 2",
+    ),
+    "a precision": (
+        {"precision": "medium"},
+        "'float32 matmul precision' is highest on rank 0 and medium on rank 2",
+    ),
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "the order of names": {"params": OrderedDict(PARAMS)},
@@ -78,7 +98,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("what", "on"), [*((what, 2) for what in BOUND), ("a name", 0), ("the layout", 0), ("a number", 0)]
+    ("what", "on"),
+    [*((what, 2) for what in BOUND), ("a name", 0), ("the layout", 0), ("a number", 0)],
 )
 @on_ranks(3)
 def test_a_difference_when_a_chain_is_bound_is_an_error_on_all(here: Here, what: str, on: int):
@@ -92,7 +113,10 @@ def test_a_difference_when_a_chain_is_bound_is_an_error_on_all(here: Here, what:
     torch.use_deterministic_algorithms(given.get("deterministic", False))
     layout = sharding.zero(params, here.group, partition=given.get("partition", "whole"))
     try:
-        with mock.patch.object(given.get("version of", mfx), "__version__", version), raises() as caught:
+        with (
+            mock.patch.object(given.get("version of", mfx), "__version__", version),
+            raises() as caught,
+        ):
             sharding.sharded(tx, layout, **settings).init(layout.shard(params))
     finally:
         torch.set_default_dtype(torch.float32)
@@ -114,11 +138,16 @@ def test_machines_on_which_auto_differs_are_an_error_unless_a_dtype_is_given(her
         return layout.gather(over.update(mine, over.init(mine), mine)[0])
 
     with mock.patch.object(policy, "cpu_has_bf16", return_value=here.rank == 0):
-        with raises("'orthogonalize' is bfloat16 on rank 0 and float32 on rank 1", "dtype=torch.float32"):
+        with raises(
+            "'orthogonalize' is bfloat16 on rank 0 and float32 on rank 1", "dtype=torch.float32"
+        ):
             orthogonalized("auto")
         for dtype in (torch.float32, torch.bfloat16):
             found = orthogonalized(dtype)
-            assert all(bits(found[n]) == bits(polar.orthogonalize(p, dtype=dtype)) for n, p in params.items())
+            assert all(
+                bits(found[n]) == bits(polar.orthogonalize(p, dtype=dtype))
+                for n, p in params.items()
+            )
 
 
 @on_ranks(2)
@@ -167,7 +196,9 @@ def test_a_bind_sends_the_same_few_bytes_however_many_the_parameters(here: Here)
 def laid_out(here: Here, kind: str, seeds: dict[str, int]) -> Any:
     """A layout and parameters, each drawn from its own seed on this rank."""
     shapes = {"a": (8, 6), "b": (5,), "c": (4, 4)}
-    params: dict[str, Any] = {name: some(*shape, seed=seeds.get(name, 0)) for name, shape in shapes.items()}
+    params: dict[str, Any] = {
+        name: some(*shape, seed=seeds.get(name, 0)) for name, shape in shapes.items()
+    }
     if kind == "replicated":
         return sharding.replicated(params, here.group), params
     mesh, rows = (here.grid, [Replicate(), Shard(0)]) if kind == "hsdp" else (here.mesh, [Shard(0)])
@@ -176,7 +207,10 @@ def laid_out(here: Here, kind: str, seeds: dict[str, int]) -> Any:
         ways["b"] = [Replicate()] * mesh.ndim
     if kind == "hsdp":
         ways["c"] = [Shard(1), Replicate()]
-    params |= {name: distribute_tensor(params[name], mesh, way, src_data_rank=None) for name, way in ways.items()}
+    params |= {
+        name: distribute_tensor(params[name], mesh, way, src_data_rank=None)
+        for name, way in ways.items()
+    }
     return sharding.from_dtensors(params), params
 
 
@@ -197,7 +231,9 @@ def test_replicas_that_differ_at_the_start_are_an_error_and_broadcast_corrects_i
 ):
     """One rank has made a parameter with another seed."""
     layout, params = laid_out(here, kind, {name: 17} if here.rank == on else {})
-    tx = mfx.chain(mfx.momentum(), mfx.masked(mfx.orthogonalize(dtype=torch.float32), mfx.routing.ndim(min=2)))
+    tx = mfx.chain(
+        mfx.momentum(), mfx.masked(mfx.orthogonalize(dtype=torch.float32), mfx.routing.ndim(min=2))
+    )
     ranks = f"rank {on}" if on else "ranks 1, 2"
     said = f"'{name}' has other values on {ranks} than on rank", "broadcast(params, layout)"
     if how == "optimizer":
@@ -232,7 +268,9 @@ def test_states_that_differ_between_ranks_are_an_error_and_change_nothing(here: 
     """One rank continues with another state; a good one can still take its place."""
     params = {"a": some(4, 4), "b": some(3)}
     layout = sharding.replicated(params, here.group)
-    tx = mfx.chain(mfx.scale_by_adam(), mfx.normalize_neurons(), mfx.monitor("seen"), mfx.scale(0.1))
+    tx = mfx.chain(
+        mfx.scale_by_adam(), mfx.normalize_neurons(), mfx.monitor("seen"), mfx.scale(0.1)
+    )
     over = sharding.sharded(mfx.masked(tx, {"a": True, "b": False}), layout, replicas="everyone")
     state = over.init(params)
     if where != "loaded at the start":
@@ -275,7 +313,9 @@ def test_a_first_gradient_that_ddp_does_not_reduce_is_a_warning_on_all(here: Her
     optimizer = mfx.Muon(model, lr=1e-3, layout=layout)
     is_frozen_first = frozen == "before wrapping"
     model[0].requires_grad_(not is_frozen_first)
-    wrapped = nn.parallel.DistributedDataParallel(model, process_group=here.group, find_unused_parameters=True)
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, process_group=here.group, find_unused_parameters=True
+    )
     messages_of_step: list[int] = []
     for step in range(6):
         model[0].requires_grad_(step in (2, 3, 5))
@@ -322,7 +362,9 @@ def functional_chain(what: str, odd: bool) -> mfx.Transform:
         return {name: "x" if one else "y" for name, one in chosen(params).items()}
 
     return {
-        "a label function": lambda: mfx.partition({"x": mfx.scale(1.0), "y": mfx.scale(2.0)}, labels),
+        "a label function": lambda: mfx.partition(
+            {"x": mfx.scale(1.0), "y": mfx.scale(2.0)}, labels
+        ),
         "a mask function": lambda: mfx.masked(mfx.momentum(), chosen),
         "a mask of decay": lambda: mfx.chain(mfx.momentum(), mfx.add_decayed_weights(0.1, chosen)),
         "a mask within another": lambda: mfx.skip_nonfinite(mfx.masked(mfx.momentum(), chosen)),
@@ -339,7 +381,10 @@ FUNCTIONS = {
     "a schedule": "scale_by_learning_rate.learning_rate' is 0.1 on rank 0 and 0.2 on rank 1",
     "a schedule of decay": "add_decayed_weights.weight_decay' is 0.1 on rank 0 and 0.2 on rank 1",
 }
-RATES: dict[str, tuple[Any, Any]] = {"a tensor": (torch.tensor(-0.1), torch.tensor(-0.2)), "a new chain": (-0.1, -0.2)}
+RATES: dict[str, tuple[Any, Any]] = {
+    "a tensor": (torch.tensor(-0.1), torch.tensor(-0.2)),
+    "a new chain": (-0.1, -0.2),
+}
 GRADIENTS: dict[str, Any] = {
     "a gradient's dtype": lambda mine: {name: leaf.bfloat16() for name, leaf in mine.items()},
     "a gradient's shape": lambda mine: mine | {"a": torch.zeros(7, 7)},
@@ -376,7 +421,11 @@ def test_a_difference_in_a_step_is_an_error_on_all_and_changes_nothing(here: Her
     if what in FUNCTIONS:
         over = sharding.sharded(functional_chain(what, odd), layout)
     else:
-        last = [mfx.scale(RATES[what][0])] if what in RATES else [mfx.add_decayed_weights(0.1), reads_value()]
+        last = (
+            [mfx.scale(RATES[what][0])]
+            if what in RATES
+            else [mfx.add_decayed_weights(0.1), reads_value()]
+        )
         over = sharding.sharded(mfx.chain(mfx.scale_by_adam(), *last), layout)
         _, state = over.update(mine, over.init(mine), mine)
     grads = GRADIENTS[what](mine) if odd and what in GRADIENTS else mine
@@ -411,10 +460,26 @@ def test_a_difference_in_a_step_is_an_error_on_all_and_changes_nothing(here: Her
 def reads_tree(reduces: bool = False):
     """Divides by the extra argument ``hessian``, a tree of whole tensors; with ``reduces``, by its largest value."""
 
-    def whole(updates: Any, state: Any, params: Any = None, *, hessian: Any, shard: Any = lambda values: values):
-        return mfx.tree.map(torch.div, updates, shard({name: hessian[name] for name in updates})), state
+    def whole(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        hessian: Any,
+        shard: Any = lambda values: values,
+    ):
+        return mfx.tree.map(
+            torch.div, updates, shard({name: hessian[name] for name in updates})
+        ), state
 
-    def largest(updates: Any, state: Any, params: Any = None, *, hessian: Any, max_over_ranks: Any = torch.clone):
+    def largest(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        hessian: Any,
+        max_over_ranks: Any = torch.clone,
+    ):
         maximum = max_over_ranks(torch.stack([leaf.max() for leaf in hessian.values()]).max())
         return mfx.tree.map(lambda u: u / maximum, updates), state
 
@@ -437,7 +502,10 @@ def test_extra_tensors_that_differ_are_an_error_on_all(here: Here, leaf: str, ma
     over = sharding.sharded(mfx.chain(mfx.momentum(), reads_tree()), layout)
     state = over.init(mine)
     unreduced = hessian_of(1.0) | {leaf: hessian_of(1.0 + here.rank)[leaf]}
-    first = {"a": "the extra argument hessian.a has other values on rank 1 than on rank 0", "b": "'hessian.b' is"}
+    first = {
+        "a": "the extra argument hessian.a has other values on rank 1 than on rank 0",
+        "b": "'hessian.b' is",
+    }
     with raises(first[leaf], "reduce"):
         over.update(mine, state, mine, hessian=unreduced)
     _, state = over.update(mine, state, mine, hessian=hessian_of(1.0))
@@ -488,16 +556,32 @@ def test_an_extra_dtensor_is_an_error_on_all_that_names_full_tensor(here: Here):
 
 
 VERBS: dict[str, tuple[Any, str]] = {
-    "gather none": (lambda at, mine, all_, odd: at.gather(mine | {"a": None} if odd else mine), "'a' is None on some"),
-    "gather shape": (lambda at, mine, all_, odd: at.gather(mine | {"a": torch.zeros(1)} if odd else mine), "'a'"),
-    "reduce a name": (lambda at, mine, all_, odd: at.reduce_scatter(all_ | {"c": some(1)} if odd else all_), "'c'"),
-    "reduce a leaf fewer": (lambda at, mine, all_, odd: at.reduce_scatter({"a": all_["a"]} if odd else all_), "'b'"),
+    "gather none": (
+        lambda at, mine, all_, odd: at.gather(mine | {"a": None} if odd else mine),
+        "'a' is None on some",
+    ),
+    "gather shape": (
+        lambda at, mine, all_, odd: at.gather(mine | {"a": torch.zeros(1)} if odd else mine),
+        "'a'",
+    ),
+    "reduce a name": (
+        lambda at, mine, all_, odd: at.reduce_scatter(all_ | {"c": some(1)} if odd else all_),
+        "'c'",
+    ),
+    "reduce a leaf fewer": (
+        lambda at, mine, all_, odd: at.reduce_scatter({"a": all_["a"]} if odd else all_),
+        "'b'",
+    ),
     "reduce integers": (
-        lambda at, mine, all_, odd: at.reduce_scatter({n: x.long() if odd else x for n, x in all_.items()}),
+        lambda at, mine, all_, odd: at.reduce_scatter(
+            {n: x.long() if odd else x for n, x in all_.items()}
+        ),
         "has dtype torch.int64",
     ),
     "init none": (
-        lambda at, mine, all_, odd: sharding.sharded(COMPACT, at).init(mine | {"a": None} if odd else mine),
+        lambda at, mine, all_, odd: sharding.sharded(COMPACT, at).init(
+            mine | {"a": None} if odd else mine
+        ),
         "'a'",
     ),
 }
@@ -559,7 +643,9 @@ def test_two_of_one_shape_stepped_in_another_order_are_an_error_on_all(here: Her
     if how == "one layout":
         layouts[1] = layouts[0]
     pairs = zip(weights, layouts, strict=True)
-    optimizers = [mfx.TransformOptimizer(own, mfx.momentum(), layout=layout) for own, layout in pairs]
+    optimizers = [
+        mfx.TransformOptimizer(own, mfx.momentum(), layout=layout) for own, layout in pairs
+    ]
     for weight in (weight for own in weights for weight in own.values()):
         weight.grad = torch.ones_like(weight)
     before = [local(own) for own in weights]
@@ -572,7 +658,9 @@ def test_two_of_one_shape_stepped_in_another_order_are_an_error_on_all(here: Her
 def test_a_function_that_raises_on_one_rank_is_an_error_on_all(here: Here):
     """A schedule with an error of its own on one rank, at a step that is not checked when the transform is made."""
     layout, mine = flat(here, {"a": some(4, 5)})
-    rate = by_closure(lambda count: 0.1 / (1 + count) if here.rank or int(count) != 2 else count / (1 // 0))
+    rate = by_closure(
+        lambda count: 0.1 / (1 + count) if here.rank or int(count) != 2 else count / (1 // 0)
+    )
     over = sharding.sharded(mfx.scale_by_learning_rate(rate), layout)
     state = over.init(mine)
     for _ in range(2):
@@ -587,7 +675,10 @@ def test_groups_that_hold_other_parameters_on_another_rank_are_an_error(here: He
     """Groups that have the same rates, for other parameters on rank 1."""
     params = {"a": nn.Parameter(some(4, 5)), "b": nn.Parameter(some(3, 3))}
     names = ("b", "a") if here.rank == 1 else ("a", "b")
-    groups = [{"params": [(name, params[name])], "lr": lr} for name, lr in zip(names, (0.1, 0.2), strict=True)]
+    groups = [
+        {"params": [(name, params[name])], "lr": lr}
+        for name, lr in zip(names, (0.1, 0.2), strict=True)
+    ]
     layout = sharding.replicated(params, here.group)
     for param in params.values():
         param.grad = torch.ones_like(param)
@@ -604,7 +695,9 @@ def test_donation_and_the_identity_of_a_chain_may_differ_between_ranks(here: Her
     layout, mine = flat(here, {"a": some(4, 5), "b": some(3)})
 
     def made() -> mfx.Transform:
-        return sharding.sharded(mfx.muon_with_adamw(0.1, labels={"a": "muon", "b": "adamw"}), layout)
+        return sharding.sharded(
+            mfx.muon_with_adamw(0.1, labels={"a": "muon", "b": "adamw"}), layout
+        )
 
     over = made()
     state = over.init(mine)

@@ -47,7 +47,9 @@ def test_owners_get_and_give_2s_times_p_minus_1_over_p_squared(world: World, siz
     drawn = {
         "rows": evenly(size),
         "columns": model(steps=2, **{f"m{i}": (5, 2 * size) for i in range(2 * size)}),
-        "flat": model(steps=2, m0=(size, 6)),  # equal intervals of each matrix: an engine with a buffer for each
+        "flat": model(
+            steps=2, m0=(size, 6)
+        ),  # equal intervals of each matrix: an engine with a buffer for each
     }[kind]
     layout = Placed(dict.fromkeys(drawn.leaves, ("0" if kind == "rows" else "1",)))
     if kind == "flat":
@@ -67,7 +69,9 @@ def test_owners_get_and_give_2s_times_p_minus_1_over_p_squared(world: World, siz
 def test_with_remainders_no_more_is_sent_than_what_the_owner_lacks(world: World, size: int):
     drawn = model(steps=1, a=(7, 5), b=(2, 9), c=(5, 3), d=(1, 4), e=Leaf((11,)))
     layout = Placed(dict.fromkeys(drawn.leaves, ("0",)))
-    found = world.check(size, counting.count_steps, model=drawn, tx=two_groups(drawn.labels), case=layout)
+    found = world.check(
+        size, counting.count_steps, model=drawn, tx=two_groups(drawn.labels), case=layout
+    )
     sent = sum(counted[0].exchanged for counted in found)
     # chunks of ceil(rows / P) rows, in order; an owner that has as much as any of them, or as little
     most = least = 0
@@ -85,7 +89,9 @@ def test_with_remainders_no_more_is_sent_than_what_the_owner_lacks(world: World,
 def test_whole_partitions_send_nothing(world: World, size: int, stage: int):
     drawn = model(steps=2, a=(7, 5), b=(2, 9), c=(5, 3), d=(6, 4), e=Leaf((11,)))
     case = Zero(stage, "whole")
-    found = world.check(size, counting.count_steps, model=drawn, tx=two_groups(drawn.labels), case=case)
+    found = world.check(
+        size, counting.count_steps, model=drawn, tx=two_groups(drawn.labels), case=case
+    )
     assert [counted.exchanged for steps in found for counted in steps] == [0] * 2 * size
     assert all(counted.else_sent <= facts(drawn) for steps in found for counted in steps)
     assert sum(steps[0].matrices for steps in found) == 4
@@ -96,8 +102,12 @@ def test_nothing_is_exchanged_and_no_matrix_computed_between_updates(world: Worl
     """With accumulation: once per optimizer step, never per micro-batch."""
     drawn = Model(evenly(3).leaves, 0, (frozenset(),) * 6)
     across = Flat(tuple(drawn.leaves), (0, 100, 300, drawn.numel))
-    case = {"rows": Placed(dict.fromkeys(drawn.leaves, ("0",))), "whole": Zero(1), "flat": across}[layout]
-    found = world.check(3, counting.count_steps, model=drawn, tx=mfx.accumulate(muon(), 3), case=case)
+    case = {"rows": Placed(dict.fromkeys(drawn.leaves, ("0",))), "whole": Zero(1), "flat": across}[
+        layout
+    ]
+    found = world.check(
+        3, counting.count_steps, model=drawn, tx=mfx.accumulate(muon(), 3), case=case
+    )
     for step in range(6):
         last = step % 3 == 2
         assert sum(steps[step].matrices for steps in found) == (len(drawn.leaves) if last else 0)
@@ -143,7 +153,9 @@ EXCHANGES = {
 def test_a_steady_step_agrees_in_one_small_collective(world: World, kind: str, how: str):
     """And exchanges a bucket in one all_to_all there and one back."""
     case, exchanges = EXCHANGES[kind]
-    for counted in world.check(3, counting.count_steps, model=MATRICES, tx=muon(), case=case, how=how):
+    for counted in world.check(
+        3, counting.count_steps, model=MATRICES, tx=muon(), case=case, how=how
+    ):
         calls = dict(counted[-1].calls)
         assert calls.pop("all_to_all_single", 0) == exchanges
         assert calls == {"all_reduce": 1}
@@ -176,16 +188,22 @@ def peak(here: Here, case: LayoutCase, bucket_bytes: int) -> tuple[int, int]:
     local = layout.shard(MANY.grads(1))
     with PeakBytes() as most:
         updates, _ = tx.update(local, state)
-    return most.most + layout.buffers.nbytes, sum(leaf.numel() * 4 for leaf in mfx.tree.tensors(updates))
+    return most.most + layout.buffers.nbytes, sum(
+        leaf.numel() * 4 for leaf in mfx.tree.tensors(updates)
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("case", [ROWS, Zero(1, "flat")], ids=["rows", "flat"])
 @pytest.mark.parametrize("matrices", [1, 2])
-def test_an_exchange_takes_no_more_than_its_bound(world: World, size: int, case: LayoutCase, matrices: int):
+def test_an_exchange_takes_no_more_than_its_bound(
+    world: World, size: int, case: LayoutCase, matrices: int
+):
     bound = 6 * matrices * EACH
     newton_schulz = matrices * explain((96, 64), dtype=torch.float32).scratch_bytes * 2
-    whole = max(most - results for most, results in world.check(size, peak, case=case, bucket_bytes=1 << 28))
+    whole = max(
+        most - results for most, results in world.check(size, peak, case=case, bucket_bytes=1 << 28)
+    )
     for most, results in world.check(size, peak, case=case, bucket_bytes=bound):
         assert results < most  # the counting sees what it must
         assert most - results <= bound + newton_schulz
@@ -209,17 +227,29 @@ def test_the_memory_of_messages_is_that_of_the_first_step(here: Here):
 def state_bytes(here: Here, drawn: Model, case: LayoutCase, kind: str) -> int:
     params = drawn.params()
     layout = laid_out(case, params, here)
-    matrices = muon() if kind == "muon" else mfx.chain(mfx.momentum(), mfx.orthogonalize(), mfx.normalize_neurons())
+    matrices = (
+        muon()
+        if kind == "muon"
+        else mfx.chain(mfx.momentum(), mfx.orthogonalize(), mfx.normalize_neurons())
+    )
     state = sharding.sharded(two_groups(drawn.labels, matrices), layout).init(layout.shard(params))
     return sum(leaf.numel() * leaf.element_size() for leaf in mfx.tree.tensors(state))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["muon", "normuon"])
-@pytest.mark.parametrize("case", [Zero(1, "whole"), Zero(1, "flat"), Placed(dict.fromkeys("abcdefg", ("0",)))])
-def test_state_is_the_total_over_the_ranks_within_one_matrix(world: World, size: int, kind: str, case: LayoutCase):
-    drawn = model(steps=1, a=(24, 8), b=(12, 8), c=(8, 36), d=(48, 4), e=(7,), f=(4, 24), g=(12, 12))
+@pytest.mark.parametrize(
+    "case", [Zero(1, "whole"), Zero(1, "flat"), Placed(dict.fromkeys("abcdefg", ("0",)))]
+)
+def test_state_is_the_total_over_the_ranks_within_one_matrix(
+    world: World, size: int, kind: str, case: LayoutCase
+):
+    drawn = model(
+        steps=1, a=(24, 8), b=(12, 8), c=(8, 36), d=(48, 4), e=(7,), f=(4, 24), g=(12, 12)
+    )
     found = world.check(size, state_bytes, drawn=drawn, case=case, kind=kind)
     counters = 8 * 8
-    largest = max((2 if leaf.label == "adamw" else 1) * leaf.numel * 4 for leaf in drawn.leaves.values())
+    largest = max(
+        (2 if leaf.label == "adamw" else 1) * leaf.numel * 4 for leaf in drawn.leaves.values()
+    )
     assert max(found) <= sum(found) / size + largest + counters

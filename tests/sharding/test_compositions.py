@@ -41,7 +41,10 @@ ROUNDS, STEPS, OUTER_RATE, OUTER_DECAY = 4, 3, 0.7, 0.6
 
 def gradient(rank: int, params: Tree, step: int) -> Tree:
     """The gradient of a loss that differs between ranks and steps."""
-    return {name: (rank + 1) * (param - 2 * START[name].roll(rank + step, 0)).tanh() for name, param in params.items()}
+    return {
+        name: (rank + 1) * (param - 2 * START[name].roll(rank + step, 0)).tanh()
+        for name, param in params.items()
+    }
 
 
 class LocalSteps:
@@ -50,10 +53,14 @@ class LocalSteps:
     def __init__(self, here: Here) -> None:
         self.rank = here.rank
         self.params = {name: nn.Parameter(leaf.clone()) for name, leaf in START.items()}
-        self.inner = mfx.TransformOptimizer(self.params, mfx.muon(RATE, decay=DECAY, orthogonalize=EXACT))
+        self.inner = mfx.TransformOptimizer(
+            self.params, mfx.muon(RATE, decay=DECAY, orthogonalize=EXACT)
+        )
         momentum = mfx.momentum(OUTER_DECAY, nesterov=True, heavy_ball=True)
         self.layout = sharding.zero(self.detached(), here.group)
-        self.stx = sharding.sharded(mfx.chain(momentum, mfx.scale_by_learning_rate(OUTER_RATE)), self.layout)
+        self.stx = sharding.sharded(
+            mfx.chain(momentum, mfx.scale_by_learning_rate(OUTER_RATE)), self.layout
+        )
         self.start = self.layout.shard(self.detached())
         self.state = self.stx.init(self.start)
 
@@ -101,13 +108,20 @@ def local_steps_by_formula(size: int) -> Iterator[Tree]:
             for step in range(STEPS):
                 grads = gradient(rank, params, turn * STEPS + step)
                 params = {
-                    name: param - RATE * 0.2 * max(param.shape) ** 0.5 * polar(averaged(memory, name, grads[name]))
+                    name: param
+                    - RATE
+                    * 0.2
+                    * max(param.shape) ** 0.5
+                    * polar(averaged(memory, name, grads[name]))
                     for name, param in params.items()
                 }
             ends.append(params)
         delta = {name: sum(leaf - end[name] for end in ends) / size for name, leaf in start.items()}
         outer = {name: OUTER_DECAY * m + delta[name] for name, m in outer.items()}
-        start = {name: x - OUTER_RATE * (delta[name] + OUTER_DECAY * outer[name]) for name, x in start.items()}
+        start = {
+            name: x - OUTER_RATE * (delta[name] + OUTER_DECAY * outer[name])
+            for name, x in start.items()
+        }
         yield start
 
 
@@ -133,7 +147,9 @@ def test_local_steps_resume_with_the_same_bits(here: Here, tmp_path: Path):
         for loop in (straight, resumed):
             loop.inner_steps(turn)
             loop.outer_step()
-        assert all(torch.equal(resumed.params[name], param) for name, param in straight.params.items())
+        assert all(
+            torch.equal(resumed.params[name], param) for name, param in straight.params.items()
+        )
 
 
 def count_local_steps(here: Here) -> tuple[Counted, Counted]:
@@ -193,7 +209,9 @@ def block_periodic_by_formula(cut: str) -> Iterator[Tree]:
             parts = 1 if step % PERIOD == 0 else 2
             blocks = averaged(memory, name, grads[name]).chunk(parts, 0 if cut == "rows" else 1)
             scale = 0.2 * max(blocks[0].shape) ** 0.5
-            after[name] = param - RATE * scale * torch.cat([*map(polar, blocks)], 0 if cut == "rows" else 1)
+            after[name] = param - RATE * scale * torch.cat(
+                [*map(polar, blocks)], 0 if cut == "rows" else 1
+            )
         params = after
         yield params
 
@@ -207,7 +225,11 @@ def test_block_periodic_muon_sends_nothing_at_steps_in_blocks_of_rows(world: Wor
         for params, _ in steps:
             torch.testing.assert_close(params, expected, rtol=0, atol=1e-9)
         is_whole = step % PERIOD == 0
-        if step > 0 and cut == "rows":  # blocks of columns are not contiguous, and are gathered like whole matrices
+        if (
+            step > 0 and cut == "rows"
+        ):  # blocks of columns are not contiguous, and are gathered like whole matrices
             assert sum(counted.exchanged for _, counted in steps) == (total if is_whole else 0)
-            assert sum(counted.matrices for _, counted in steps) == len(START) * (1 if is_whole else 2)
+            assert sum(counted.matrices for _, counted in steps) == len(START) * (
+                1 if is_whole else 2
+            )
             assert all(counted.else_sent < 300 for _, counted in steps)

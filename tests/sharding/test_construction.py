@@ -48,7 +48,9 @@ def construct(here: Here, mistake: str, *, is_wrong: bool) -> None:
     elif mistake == "a rate beside a layout of a group":
         mfx.Muon(model, lr=rate, layout=partial(sharding.replicated, group=here.group))
     elif mistake == "DTensors":
-        params = {name: distribute_tensor(param, here.mesh, [Shard(0)]) for name, param in params.items()}
+        params = {
+            name: distribute_tensor(param, here.mesh, [Shard(0)]) for name, param in params.items()
+        }
         labels = {name: "muon" if param.ndim == 2 else "adamw" for name, param in params.items()}
         mfx.Muon(params, lr=rate, labels=labels)
     elif mistake == "sharded":
@@ -80,7 +82,9 @@ def construct_timed(here: Here, mistake: str) -> None:
         *((mistake, 4) for mistake in ("a layout", "DTensors")),  # on the default group
     ],
 )
-def test_a_mistake_in_a_constructor_on_one_rank_is_an_error_on_all_in_seconds(world: World, mistake: str, size: int):
+def test_a_mistake_in_a_constructor_on_one_rank_is_an_error_on_all_in_seconds(
+    world: World, mistake: str, size: int
+):
     errors = errors_of(world.run(size, construct_timed, mistake=mistake))
     for rank, error in enumerate(errors):
         seconds, _, text = str(error).partition(" ")

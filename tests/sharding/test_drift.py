@@ -36,7 +36,9 @@ def warnings_of(call: Callable[[], Any]) -> list[str]:
 def assert_verified(step: Callable[[], Any]) -> None:
     """Require that a step with unreduced gradients warns of them."""
     messages = warnings_of(step)
-    assert any("the gradient of 'a' has other values on rank 1 than on rank 0" in text for text in messages), messages
+    assert any(
+        "the gradient of 'a' has other values on rank 1 than on rank 0" in text for text in messages
+    ), messages
 
 
 # ------------------------------------------------------------------------------------- one layout, several transforms
@@ -82,9 +84,13 @@ def test_each_state_of_one_transform_is_verified_at_its_first_step(here: Here, o
 
 
 @on_ranks(2)
-def test_each_optimizer_of_a_layout_is_verified_at_its_own_first_step_and_after_its_own_load(here: Here):
+def test_each_optimizer_of_a_layout_is_verified_at_its_own_first_step_and_after_its_own_load(
+    here: Here,
+):
     layout = sharding.replicated(PARAMS, here.group)
-    weights = [{name: nn.Parameter(leaf.clone()) for name, leaf in PARAMS.items()} for _ in range(2)]
+    weights = [
+        {name: nn.Parameter(leaf.clone()) for name, leaf in PARAMS.items()} for _ in range(2)
+    ]
     optimizers = [mfx.TransformOptimizer(own, mfx.momentum(), layout=layout) for own in weights]
 
     def step(number: int, grads: dict[str, Any]) -> None:
@@ -98,7 +104,9 @@ def test_each_optimizer_of_a_layout_is_verified_at_its_own_first_step_and_after_
     step(0, PARAMS)
     weights[1]["a"].data.copy_(PARAMS["a"])  # the step above has moved the replicas apart
     weights[1]["b"].data.copy_(PARAMS["b"])
-    with pytest.raises(ShardingError, match="of the state has other values on rank 1 than on rank 0"):
+    with pytest.raises(
+        ShardingError, match="of the state has other values on rank 1 than on rank 0"
+    ):
         step(1, PARAMS)
 
 
@@ -109,7 +117,11 @@ def test_later_steps_with_other_numbers_or_new_objects_are_not_verified_again(he
     chain = mfx.chain(mfx.momentum(), mfx.scale(-0.1))
     tx = sharding.sharded(chain, layout)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    for later in (tx, mfx.with_hyperparams(tx, {"scale.factor": -0.2}), sharding.sharded(chain, layout)):
+    for later in (
+        tx,
+        mfx.with_hyperparams(tx, {"scale.factor": -0.2}),
+        sharding.sharded(chain, layout),
+    ):
         with counting(here) as counted:
             _, state = later.update(PARAMS, state, PARAMS)
         assert counted.sent == {"all_reduce": 44}
@@ -175,7 +187,9 @@ def test_a_rank_that_goes_on_after_an_error_inside_its_step_is_an_error_at_the_n
     for part in ("numbers of completed steps", "2\n", "1\n", "load one checkpoint on all ranks"):
         assert part in str(caught.value), caught.value
     assert torch.equal(local["a"], before)
-    with pytest.raises(mfx.checkpoint.CheckpointError, match="'params/a' has other values on rank 1 than on rank 0"):
+    with pytest.raises(
+        mfx.checkpoint.CheckpointError, match="'params/a' has other values on rank 1 than on rank 0"
+    ):
         mfx.checkpoint.save(tmp_path / "x", None, params=local, group=here.group)
     for name, leaf in local.items():
         leaf.copy_(PARAMS[name])
@@ -189,7 +203,9 @@ def test_a_rank_that_goes_on_after_an_error_inside_its_step_is_an_error_at_the_n
 
 @pytest.mark.parametrize("drift", ["unreduced gradients", "an edited parameter", "an edited state"])
 @on_ranks(2)
-def test_a_drift_in_values_is_an_error_of_the_next_save_that_names_the_leaf(here: Here, tmp_path: Path, drift: str):
+def test_a_drift_in_values_is_an_error_of_the_next_save_that_names_the_leaf(
+    here: Here, tmp_path: Path, drift: str
+):
     """Steps compare no values after the first, so that they communicate 44 bytes; a save compares all replicas."""
     layout = sharding.replicated(PARAMS, here.group)
     tx = sharding.sharded(mfx.chain(mfx.momentum(), mfx.scale(-0.1)), layout)

@@ -44,7 +44,9 @@ SMALL = model(steps=3, a=(6, 5), b=(7, 4), c=(3, 9), d=Leaf((5,)))
 TX = two_groups(SMALL.labels)
 
 
-def killed_in_mid_step(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, on: int) -> None:
+def killed_in_mid_step(
+    here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, on: int
+) -> None:
     """A step in which one rank ends while matrices are computed."""
     params = model.params()
     layout = laid_out(case, params, here, tx)
@@ -60,7 +62,8 @@ def troubled(model: Model, step: int, rank: int) -> dict[str, Any]:
     """Gradients of one rank, of which some are None and, seldom, one has a NaN."""
     draw = torch.Generator().manual_seed(step * 101 + rank)
     grads: dict[str, Any] = {
-        name: torch.randn(leaf.shape, generator=draw).to(leaf.dtype) for name, leaf in model.leaves.items()
+        name: torch.randn(leaf.shape, generator=draw).to(leaf.dtype)
+        for name, leaf in model.leaves.items()
     }
     chance = torch.rand(2 * len(grads), generator=draw).tolist()
     for place, (name, leaf) in enumerate(model.leaves.items()):
@@ -89,12 +92,22 @@ ABCD = Placed(dict.fromkeys("abcd", ("0",)))
 SOAKS = [Zero(2, "flat"), Zero(1, "whole"), Replicated(), ABCD, Flat(tuple("dacb"), (0, 3, 20, 30))]
 
 
-@pytest.mark.parametrize("steps", [40, pytest.param(1000, marks=[pytest.mark.deep, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "steps", [40, pytest.param(1000, marks=[pytest.mark.deep, pytest.mark.slow])]
+)
 @pytest.mark.parametrize("case", SOAKS, ids=["flat", "whole", "ddp", "rows", "cuts"])
 @on_ranks(3)
 def test_a_soak_with_none_and_nan_here_and_there(here: Here, case: LayoutCase, steps: int):
     """The parameters of one process that has the mean of the same gradients, and as many skipped steps."""
-    drawn = Model({"a": Leaf((4, 3), "muon"), "b": Leaf((5, 2), "muon"), "c": Leaf((3,)), "d": Leaf((2, 2), "muon")}, 3)
+    drawn = Model(
+        {
+            "a": Leaf((4, 3), "muon"),
+            "b": Leaf((5, 2), "muon"),
+            "c": Leaf((3,)),
+            "d": Leaf((2, 2), "muon"),
+        },
+        3,
+    )
     params, tx = drawn.params(), mfx.skip_nonfinite(two_groups(drawn.labels))
     layout = laid_out(case, params, here, tx)
     local, sharded = layout.shard(params), sharding.sharded(tx, layout)
@@ -113,7 +126,9 @@ def test_a_soak_with_none_and_nan_here_and_there(here: Here, case: LayoutCase, s
         params = mfx.apply_updates(params, updates)
     assert int(state.skipped) == int(wanted.skipped)
     assert 0 < int(state.skipped) < steps
-    assert {name: bits(leaf) for name, leaf in layout.gather(local).items()} == {n: bits(p) for n, p in params.items()}
+    assert {name: bits(leaf) for name, leaf in layout.gather(local).items()} == {
+        n: bits(p) for n, p in params.items()
+    }
 
 
 @pytest.mark.parametrize("trouble", ["none", "nan"])
@@ -136,7 +151,9 @@ def test_replicas_stay_the_same_whatever_one_of_them_has(here: Here, trouble: st
 
 @on_ranks(4)
 def test_parameters_whose_placements_have_changed_are_an_error(here: Here):
-    params = {"a": distribute_tensor(some(4, 4), here.grid, [Replicate(), Shard(0)], src_data_rank=None)}
+    params = {
+        "a": distribute_tensor(some(4, 4), here.grid, [Replicate(), Shard(0)], src_data_rank=None)
+    }
     layout = sharding.from_dtensors(params)
     tx = sharding.sharded(mfx.add_decayed_weights(0.1), layout)
     state = tx.init(params)
@@ -151,7 +168,9 @@ def test_a_dtensor_with_a_local_tensor_of_another_shape_is_an_error(here: Here):
     layout = sharding.from_dtensors(params, here.group)
     tx = sharding.sharded(mfx.momentum(), layout)
     state = tx.init(params)
-    longer = DTensor.from_local(some(3, 4), here.mesh, [Shard(0)], run_check=False, shape=(4, 4), stride=(4, 1))
+    longer = DTensor.from_local(
+        some(3, 4), here.mesh, [Shard(0)], run_check=False, shape=(4, 4), stride=(4, 1)
+    )
     calls: list[Callable[[], Any]] = [
         lambda: layout.gather({"a": longer}),
         lambda: tx.init({"a": longer}),
@@ -159,14 +178,21 @@ def test_a_dtensor_with_a_local_tensor_of_another_shape_is_an_error(here: Here):
         lambda: tx.update(params, state, {"a": longer}),
     ]
     for call in calls:
-        with pytest.raises(ShardingError, match=r"'a' has shape \(3, 4\), expected \(2, 4\) under the layout"):
+        with pytest.raises(
+            ShardingError, match=r"'a' has shape \(3, 4\), expected \(2, 4\) under the layout"
+        ):
             call()
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Partial("sum")])
 @on_ranks(2)
-def test_a_dtensor_as_the_gradient_of_a_plain_parameter_counts_as_a_whole(here: Here, placement: Replicate | Partial):
-    params = {"a": distribute_tensor(some(4, 4), here.mesh, [Shard(0)], src_data_rank=None), "norm": some(4)}
+def test_a_dtensor_as_the_gradient_of_a_plain_parameter_counts_as_a_whole(
+    here: Here, placement: Replicate | Partial
+):
+    params = {
+        "a": distribute_tensor(some(4, 4), here.mesh, [Shard(0)], src_data_rank=None),
+        "norm": some(4),
+    }
     layout = sharding.from_dtensors(params, here.group)
     tx = sharding.sharded(mfx.momentum(), layout)
     whole = some(4, seed=1)
@@ -187,7 +213,9 @@ def test_a_dtensor_where_ranks_hold_parts_of_a_plain_parameter_is_an_error(here:
     tx = sharding.sharded(mfx.momentum(), layout)
     local = layout.shard(params)
     gradient = distribute_tensor(some(4, 4), here.mesh, [Shard(0)], src_data_rank=None)
-    with pytest.raises(ShardingError, match=r"'a' has the placements .* expected a plain tensor .* from_dtensors"):
+    with pytest.raises(
+        ShardingError, match=r"'a' has the placements .* expected a plain tensor .* from_dtensors"
+    ):
         tx.update({"a": gradient}, tx.init(local), local)
 
 
@@ -198,7 +226,9 @@ def fail() -> None:
 @pytest.mark.parametrize("on", [0, 1])
 @pytest.mark.parametrize("what", ["gradients", "a pattern", "gathering", "a failed save"])
 @on_ranks(3)
-def test_a_warning_that_is_an_error_on_one_rank_is_one_on_all(here: Here, tmp_path: Path, what: str, on: int):
+def test_a_warning_that_is_an_error_on_one_rank_is_one_on_all(
+    here: Here, tmp_path: Path, what: str, on: int
+):
     """Afterwards every verb works under strict warnings: neither ours nor torch's is one."""
     params = {"a": some(4, 5), "b": some(3)}
     layout = sharding.replicated(params, here.group)
@@ -208,7 +238,9 @@ def test_a_warning_that_is_an_error_on_one_rank_is_one_on_all(here: Here, tmp_pa
         tx = mfx.masked(mfx.orthogonalize(view=view), {"a": True, "b": False})
     if what == "gathering":
         tx = mfx.stateless(halve)  # of the whole tree
-    grads = {name: leaf + here.rank for name, leaf in local.items()} if what == "gradients" else local
+    grads = (
+        {name: leaf + here.rank for name, leaf in local.items()} if what == "gradients" else local
+    )
 
     def warns() -> None:
         if what == "a failed save":
@@ -270,7 +302,10 @@ def recorded_by_parameter():
                 out[name], after[name] = None, state[name]
                 continue
             average = state[name].average * 0.9 + u
-            out[name], after[name] = average @ average.mT @ average, PerParameter(state[name].number + 1, average)
+            out[name], after[name] = (
+                average @ average.mT @ average,
+                PerParameter(state[name].number + 1, average),
+            )
         return out, after
 
     return init, update
@@ -316,7 +351,10 @@ def test_a_state_begins_with_the_numbers_of_its_own_transform(here: Here):
 @on_ranks(2)
 def test_two_transforms_over_one_layout_do_not_share_global_shapes(here: Here):
     layout, local = flat(here, {"a": some(4, 4), "b": some(5)})
-    first, second = sharding.sharded(mfx.momentum(0.9), layout), sharding.sharded(mfx.scale_by_adam(), layout)
+    first, second = (
+        sharding.sharded(mfx.momentum(0.9), layout),
+        sharding.sharded(mfx.scale_by_adam(), layout),
+    )
     state = first.init({"a": local["a"]})
     second.init({"b": local["b"]})
     assert sharding.to_global(first, state).trace["a"].shape == (4, 4)
@@ -325,7 +363,10 @@ def test_two_transforms_over_one_layout_do_not_share_global_shapes(here: Here):
 @on_ranks(2)
 def test_a_gradient_that_is_none_on_some_ranks_counts_as_zeros_of_its_own_dtype(here: Here):
     layout, _ = flat(here, {"a": torch.ones(2, 2), "b": torch.ones(2)})
-    grads: dict[str, Any] = {"a": torch.ones(2, 2).bfloat16(), "b": torch.full((2,), 3.0).bfloat16()}
+    grads: dict[str, Any] = {
+        "a": torch.ones(2, 2).bfloat16(),
+        "b": torch.full((2,), 3.0).bfloat16(),
+    }
     found = layout.gather(layout.reduce_scatter(grads | ({"b": None} if here.rank == 0 else {})))
     assert found["b"].dtype == torch.bfloat16
     assert (found["a"].tolist(), found["b"].tolist()) == ([[1.0, 1.0], [1.0, 1.0]], [1.5, 1.5])

@@ -40,7 +40,10 @@ Trees = Sequence[dict[str, Tensor]]
 
 def mean(grads: Trees) -> dict[str, Tensor]:
     """The result of an all-reduce, added in the order of the ranks."""
-    return {name: sum(tree[name].double() for tree in grads).div(len(grads)).float() for name in grads[0]}
+    return {
+        name: sum(tree[name].double() for tree in grads).div(len(grads)).float()
+        for name in grads[0]
+    }
 
 
 def newton_schulz(x: Tensor) -> Tensor:
@@ -58,7 +61,9 @@ def _flat(tree: dict[str, Tensor]) -> Tensor:
 
 def _unflat(flat: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
     parts = flat.split([leaf.numel() for leaf in like.values()])
-    return {name: part.view(leaf.shape) for part, (name, leaf) in zip(parts, like.items(), strict=True)}
+    return {
+        name: part.view(leaf.shape) for part, (name, leaf) in zip(parts, like.items(), strict=True)
+    }
 
 
 def on_partly_reduced_gradients(grads: Trees, cuts: Sequence[int]) -> dict[str, Tensor]:
@@ -95,14 +100,20 @@ def in_padded_chunks(grads: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
     out = {name: torch.zeros_like(grad) for name, grad in grads.items()}
     for base in range(0, len(names), ranks):
         chunk = names[base : base + ranks]
-        outputs = [out[name] for name in chunk] + [out[chunk[-1]]] * (ranks - len(chunk))  # one tensor, several outputs
-        for rank, output in enumerate(outputs):  # all_gather: each rank's contribution goes to its output
+        outputs = [out[name] for name in chunk] + [out[chunk[-1]]] * (
+            ranks - len(chunk)
+        )  # one tensor, several outputs
+        for rank, output in enumerate(
+            outputs
+        ):  # all_gather: each rank's contribution goes to its output
             has_one = rank < len(chunk)
             output.copy_(newton_schulz(grads[chunk[rank]]) if has_one else torch.zeros_like(output))
     return out
 
 
-def aligned_as_a_whole(grads: dict[str, Tensor], ranks: int, alignment: int) -> tuple[list[int], list[int]]:
+def aligned_as_a_whole(
+    grads: dict[str, Tensor], ranks: int, alignment: int
+) -> tuple[list[int], list[int]]:
     """Padding at the tail only: where parameters begin, and where the buffer is cut."""
     starts = [0, *running(grad.numel() for grad in grads.values())]
     step = ranks * alignment
@@ -115,7 +126,9 @@ def by_position(groups: Sequence[dict[str, Tensor]], muon_groups: int) -> dict[s
     out: dict[str, Tensor] = {}
     for place, group in enumerate(groups):
         for name, grad in group.items():
-            out[name] = newton_schulz(grad) if place < muon_groups and grad.ndim == 2 else grad.sign()
+            out[name] = (
+                newton_schulz(grad) if place < muon_groups and grad.ndim == 2 else grad.sign()
+            )
     return out
 
 
@@ -153,7 +166,9 @@ def test_each_rank_gets_its_pieces_of_the_reduced_gradients(here: Here, case: La
     wanted = {name: sum(tree[name] for tree in own) / here.size for name in own[0]}
     layout = laid_out(case, drawn.params(), here)
     reduced, shards = layout.reduce_scatter(own[here.rank]), layout.shard(drawn.params())
-    assert [type(leaf) for leaf in mfx.tree.leaves(reduced)] == [type(leaf) for leaf in mfx.tree.leaves(shards)]
+    assert [type(leaf) for leaf in mfx.tree.leaves(reduced)] == [
+        type(leaf) for leaf in mfx.tree.leaves(shards)
+    ]
     assert apart(layout.gather(reduced), wanted) < 1e-6
 
 
@@ -177,17 +192,28 @@ def test_fewer_matrices_than_ranks_and_a_last_chunk_that_is_not_full(world: Worl
     drawn = model(steps=2, **{f"m{i}": (i + 2, 9) for i in range(count)})
     grads = drawn.grads(0)
     assert apart(in_padded_chunks(grads, 4), whole(grads)) > FAR
-    layouts = (Zero(1, "whole"), Zero(3, "flat"), Replicated(), Placed(dict.fromkeys(drawn.leaves, ("0",))))
-    check(world, 4, [Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
+    layouts = (
+        Zero(1, "whole"),
+        Zero(3, "flat"),
+        Replicated(),
+        Placed(dict.fromkeys(drawn.leaves, ("0",))),
+    )
+    check(
+        world, 4, [Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts]
+    )
 
 
 def test_odd_sizes_in_bf16_that_padding_at_the_tail_cuts(world: World):
     """A buffer that is padded at its tail and cut equally keeps no parameter whole; whole partitions keep all."""
     shapes = {"a": (7, 3), "b": (5, 5), "c": (3, 11), "d": (9, 2)}
-    drawn = Model({n: Leaf(s, "muon", torch.bfloat16) for n, s in shapes.items()} | {"e": Leaf((13,))}, 0)
+    drawn = Model(
+        {n: Leaf(s, "muon", torch.bfloat16) for n, s in shapes.items()} | {"e": Leaf((13,))}, 0
+    )
     drawn = Model(drawn.leaves, 0, (frozenset(),) * 2)
     starts, cuts = aligned_as_a_whole(drawn.grads(0), 3, 8)
-    ends = [start + drawn.leaves[name].numel for start, name in zip(starts, drawn.leaves, strict=True)]
+    ends = [
+        start + drawn.leaves[name].numel for start, name in zip(starts, drawn.leaves, strict=True)
+    ]
     assert any(start < cut < end for start, end in zip(starts, ends, strict=True) for cut in cuts)
 
     layout = Zero(1, "whole").of(drawn.params(), 3)
@@ -200,15 +226,24 @@ def test_odd_sizes_in_bf16_that_padding_at_the_tail_cuts(world: World):
 @pytest.mark.parametrize("first", ["adamw", "muon"])
 def test_groups_in_any_order(world: World, first: str):
     """AdamW's parameters in front of Muon's, in the tree and in the buffer; matrices among AdamW's."""
-    leaves = {"a": Leaf((4, 6)), "b": Leaf((5,)), "y": Leaf((3, 5), "muon"), "z": Leaf((6, 2), "muon")}
+    leaves = {
+        "a": Leaf((4, 6)),
+        "b": Leaf((5,)),
+        "y": Leaf((3, 5), "muon"),
+        "z": Leaf((6, 2), "muon"),
+    }
     names = sorted(leaves, key=lambda name: (leaves[name].label != first, name))
     drawn = Model({name: leaves[name] for name in names}, 0)
     grads = drawn.grads(0)
-    groups = [{n: grads[n] for n in names if leaves[n].label == label} for label in ("adamw", "muon")]
+    groups = [
+        {n: grads[n] for n in names if leaves[n].label == label} for label in ("adamw", "muon")
+    ]
     assert apart(by_position(groups, 1), by_position(groups[::-1], 1)) > FAR
     cuts = (0, 20, 40, drawn.numel)
     layouts = (Flat(tuple(names), cuts), Flat(tuple(reversed(names)), cuts), Zero(1, "whole"))
-    check(world, 3, [Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
+    check(
+        world, 3, [Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts]
+    )
 
 
 @pytest.mark.parametrize("rows", [8, 7, 2])
@@ -236,17 +271,33 @@ def test_labels_chosen_for_a_number_accept_its_flat_shard(world: World):
 @pytest.mark.parametrize("left", ["muon", "adamw"])
 @pytest.mark.parametrize("how", ["no gradient", "zero update"])
 def test_all_but_one_group_frozen(world: World, left: str, how: str):
-    leaves = {"a": Leaf((4, 5), "muon"), "b": Leaf((5,)), "c": Leaf((6, 3), "muon"), "d": Leaf((3, 3))}
+    leaves = {
+        "a": Leaf((4, 5), "muon"),
+        "b": Leaf((5,)),
+        "c": Leaf((6, 3), "muon"),
+        "d": Leaf((3, 3)),
+    }
     frozen = frozenset(name for name, leaf in leaves.items() if leaf.label != left)
     if how == "zero update":
-        leaves = {n: Leaf(leaf.shape, "frozen") if n in frozen else leaf for n, leaf in leaves.items()}
+        leaves = {
+            n: Leaf(leaf.shape, "frozen") if n in frozen else leaf for n, leaf in leaves.items()
+        }
     drawn = Model(leaves, 0, (frozen if how == "no gradient" else frozenset(),) * 2)
     grads = {name: grad for name, grad in drawn.grads(0).items() if name not in frozen}
-    empty = [{n: grads[n] for n in grads if leaves[n].label == label} for label in ("muon", "adamw")]
+    empty = [
+        {n: grads[n] for n in grads if leaves[n].label == label} for label in ("muon", "adamw")
+    ]
     with pytest.raises((RuntimeError, ValueError), match="non-empty"):
         one_buffer_for_each_group(empty)
-    layouts = (Zero(1, "whole"), Zero(2, "flat"), Replicated(), Placed(dict.fromkeys(leaves, ("0",))))
-    check(world, 3, [Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
+    layouts = (
+        Zero(1, "whole"),
+        Zero(2, "flat"),
+        Replicated(),
+        Placed(dict.fromkeys(leaves, ("0",))),
+    )
+    check(
+        world, 3, [Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts]
+    )
 
 
 def test_the_wrong_schemes_are_right_where_nothing_is_uneven():

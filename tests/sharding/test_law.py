@@ -82,14 +82,20 @@ def check_case(here: Here, case: Case, dtensors: bool = False) -> str:
         updates, state = tx.update(local, state, weights, donate=case.donate)
         wanted, wanted_state = case.tx.update(grads, wanted_state, params)
         if not case.donate:
-            assert [bits(plain(leaf)) for leaf in mfx.tree.tensors((local, weights))] == before, "inputs changed"
+            assert [bits(plain(leaf)) for leaf in mfx.tree.tensors((local, weights))] == before, (
+                "inputs changed"
+            )
         for name, like in wanted.items():
             assert (updates[name] is None) == (like is None), name
             if like is not None:
-                assert isinstance(updates[name], DTensor) == isinstance(weights[name], DTensor), name
+                assert isinstance(updates[name], DTensor) == isinstance(weights[name], DTensor), (
+                    name
+                )
                 assert tuple(plain(updates[name]).shape) == tuple(layout.position(name).shape), name
                 assert updates[name].dtype == like.dtype, name
-        gathered = layout.gather({name: None if leaf is None else plain(leaf) for name, leaf in updates.items()})
+        gathered = layout.gather(
+            {name: None if leaf is None else plain(leaf) for name, leaf in updates.items()}
+        )
         for name, leaf in gathered.items():
             if leaf is not None:
                 assert_equal(leaf, wanted[name], case.exact, f"step {step}, update of {name!r}")
@@ -108,7 +114,12 @@ def as_dtensors(local: Any, layout: Any, here: Here, case: Case, params: Any) ->
         if leaf is None or not isinstance(like, DTensor):
             return leaf
         return DTensor.from_local(
-            leaf, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+            leaf,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
         )
 
     return {name: at(name, leaf) for name, leaf in local.items()}
@@ -126,10 +137,17 @@ def assert_equal(found: Tensor, wanted: Tensor, exact: bool, what: str) -> None:
     a, b = found.double(), wanted.double()
     scale = max(1.0, float(b.abs().nan_to_num(0.0, 0.0, 0.0).max())) if b.numel() else 1.0
     off = float((a - b).abs().max()) / scale if b.numel() else 0.0
-    assert not exact, f"{what}: {off:.3g} off, expected the same bits; {found.flatten()[:6]}, {wanted.flatten()[:6]}"
+    assert not exact, (
+        f"{what}: {off:.3g} off, expected the same bits; {found.flatten()[:6]}, {wanted.flatten()[:6]}"
+    )
     tolerance = TOLERANCES.get(wanted.dtype, 0.0)
     torch.testing.assert_close(
-        a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True, msg=lambda m: f"{what}: {off:.3g} off\n{m}"
+        a,
+        b,
+        rtol=0.0,
+        atol=tolerance * scale,
+        equal_nan=True,
+        msg=lambda m: f"{what}: {off:.3g} off\n{m}",
     )
 
 
@@ -160,13 +178,20 @@ def _joined(told: list[Any]) -> Tensor | None:
     kinds = {said[0] for said in present}
     if any(not prod(said[1] if said[0] == "flat" else said[1].shape) for said in present):
         kinds = {"plain"}  # nothing in it: each rank may call it what it likes
-        present = [said if said[0] == "plain" else ("plain", said[3].view(said[1])) for said in present]
+        present = [
+            said if said[0] == "plain" else ("plain", said[3].view(said[1])) for said in present
+        ]
     assert len(kinds) == 1, f"one leaf is described in several ways: {kinds}"
     if kinds == {"plain"}:
-        assert len({bits(said[1]) for said in present}) == 1, "ranks hold different values of one leaf"
+        assert len({bits(said[1]) for said in present}) == 1, (
+            "ranks hold different values of one leaf"
+        )
         return present[0][1]
     (shape,) = {said[1] for said in present}
-    whole, counted = present[0][3].new_zeros(prod(shape)), torch.zeros(prod(shape), dtype=torch.int64)
+    whole, counted = (
+        present[0][3].new_zeros(prod(shape)),
+        torch.zeros(prod(shape), dtype=torch.int64),
+    )
     for _, _, start, data in present:
         whole[start : start + data.numel()] = data
         counted[start : start + data.numel()] += 1
@@ -174,7 +199,9 @@ def _joined(told: list[Any]) -> Tensor | None:
     return whole.view(shape)
 
 
-def assert_same_state(here: Here, tx: Any, state: Any, wanted: Any, exact: bool, digest: Any) -> None:
+def assert_same_state(
+    here: Here, tx: Any, state: Any, wanted: Any, exact: bool, digest: Any
+) -> None:
     leaves, treedef = mfx.tree.flatten(wanted)
     assert mfx.tree.flatten(state)[1] == treedef, "the state has another structure"
     found = whole_state(here, tx, state)
@@ -186,13 +213,19 @@ def assert_same_state(here: Here, tx: Any, state: Any, wanted: Any, exact: bool,
     # there and back: the input of the next transform
     again = sharding.from_global(tx, sharding.to_global(tx, state))
     assert mfx.tree.flatten(again)[1] == treedef
-    for one, other in zip(map(held, mfx.tree.leaves(again)), map(held, mfx.tree.leaves(state)), strict=True):
+    for one, other in zip(
+        map(held, mfx.tree.leaves(again)), map(held, mfx.tree.leaves(state)), strict=True
+    ):
         assert (one is None) == (other is None)
         if one is None:
             continue
         # Layouts of DTensors give DTensors. Their local tensors at an owner have the shape of the whole leaf, while a
         # plain state at an owner has the shape of the stack that it computes with.
-        own = plain(one).view(other.shape) if isinstance(one, DTensor) and type(other) is Tensor else plain(one)
+        own = (
+            plain(one).view(other.shape)
+            if isinstance(one, DTensor) and type(other) is Tensor
+            else plain(one)
+        )
         assert bits(own) == bits(plain(other))
 
 
@@ -219,7 +252,11 @@ RUN = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
 @settings(max_examples=2 * settings.default.max_examples, phases=RUN)
-@given(SIZES.flatmap(lambda size: st.tuples(st.just(size), st.lists(cases(size), min_size=1, max_size=6))))
+@given(
+    SIZES.flatmap(
+        lambda size: st.tuples(st.just(size), st.lists(cases(size), min_size=1, max_size=6))
+    )
+)
 def test_the_sharded_transform_is_the_transform(world: World, drawn: tuple[int, list[Case]]):
     size, some = drawn
     check(world, size, some)
@@ -231,12 +268,20 @@ def dtensor_cases(draw: st.DrawFn, size: int) -> Case:
     tx = draw(grouped_chains(made))
     kinds = [placed(made, 1), *(grids(made) if size == 4 else [])]
     return Case(
-        made, tx, draw(st.sampled_from(kinds).flatmap(lambda kind: kind)), is_exact(tx, made), draw(st.booleans())
+        made,
+        tx,
+        draw(st.sampled_from(kinds).flatmap(lambda kind: kind)),
+        is_exact(tx, made),
+        draw(st.booleans()),
     )
 
 
 @settings(phases=RUN)
-@given(SIZES.flatmap(lambda size: st.tuples(st.just(size), st.lists(dtensor_cases(size), min_size=1, max_size=4))))
+@given(
+    SIZES.flatmap(
+        lambda size: st.tuples(st.just(size), st.lists(dtensor_cases(size), min_size=1, max_size=4))
+    )
+)
 def test_dtensors_go_in_and_come_out(world: World, drawn: tuple[int, list[Case]]):
     size, some = drawn
     check(world, size, some, dtensors=True)
@@ -259,7 +304,9 @@ EXACT = two_groups(SMALL.labels)
 RISING = mfx.linear_schedule(0.5, 0.9, 2)
 ROWS = {name: ("0",) if leaf.shape else ("r",) for name, leaf in SMALL.leaves.items()}
 GRID = {name: ("r", "0") if leaf.shape else ("r", "r") for name, leaf in SMALL.leaves.items()}
-BOTH = {name: ("0", "1") if len(leaf.shape) == 2 else ("r", "r") for name, leaf in SMALL.leaves.items()}
+BOTH = {
+    name: ("0", "1") if len(leaf.shape) == 2 else ("r", "r") for name, leaf in SMALL.leaves.items()
+}
 SAME = {name: ("0", "0") if leaf.shape else ("r", "r") for name, leaf in SMALL.leaves.items()}
 
 LAYOUTS = {
@@ -275,14 +322,20 @@ GRIDS = {
     "hsdp": Placed(GRID, grid=True),
     "fsdp and tp": Placed(BOTH, grid=True),
     "one dim twice": Placed(SAME, grid=True),
-    "fully_shard over tp": FullyShardedTensorParallel({"up": "0", "down": "1", "embed": "0"} | {"odd": "r"}),
+    "fully_shard over tp": FullyShardedTensorParallel(
+        {"up": "0", "down": "1", "embed": "0"} | {"odd": "r"}
+    ),
 }
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_people_train_with_is_bitwise_the_same(world: World, name: str, size: int):
-    check(world, size, [Case(SMALL, EXACT, LAYOUTS[name], exact=True, donate=donate) for donate in (False, True)])
+    check(
+        world,
+        size,
+        [Case(SMALL, EXACT, LAYOUTS[name], exact=True, donate=donate) for donate in (False, True)],
+    )
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -302,21 +355,27 @@ def test_on_the_grid_too(world: World, name: str):
         mfx.masked(EXACT, mfx.routing.ndim(min=1)),
         mfx.chain(EXACT, mfx.ema_params(0.9)),
         mfx.master_params(EXACT),
-        mfx.contrib.schedule_free(two_groups(SMALL.labels, mfx.orthogonalize(dtype=torch.float32), b1=0.0), 0.1),
+        mfx.contrib.schedule_free(
+            two_groups(SMALL.labels, mfx.orthogonalize(dtype=torch.float32), b1=0.0), 0.1
+        ),
         mfx.chain(mfx.contrib.sam(0.5, adaptive=True), variants.prodigy(estim_lr0=0.1)),
         mfx.chain(EXACT, with_value(mfx.contrib.reduce_on_plateau(0.5, 1))),
         mfx.chain(EXACT, mfx.stateless(halve)),
         mfx.partition(
             {
                 "muon": mfx.chain(mfx.momentum(RISING), muon(), mfx.normalize_neurons(RISING)),
-                "adamw": mfx.cautious(mfx.scale_by_adam(b1=RISING), min_share=mfx.constant_schedule(0.01)),
+                "adamw": mfx.cautious(
+                    mfx.scale_by_adam(b1=RISING), min_share=mfx.constant_schedule(0.01)
+                ),
                 "frozen": mfx.clip_by_global_norm(RISING),
             },
             SMALL.labels,
         ),
         mfx.partition(
             {
-                "muon": mfx.chain(mfx.momentum(), mfx.normalize_neurons(), muon(), mfx.normalize_neurons()),
+                "muon": mfx.chain(
+                    mfx.momentum(), mfx.normalize_neurons(), muon(), mfx.normalize_neurons()
+                ),
                 "adamw": mfx.cautious(mfx.scale_by_lion()),
                 "frozen": mfx.set_to_zero(),
             },
@@ -326,12 +385,20 @@ def test_on_the_grid_too(world: World, name: str):
     ids=lambda tx: tx.name,
 )
 def test_each_way_to_wrap_a_chain(world: World, tx: mfx.Transform):
-    some = [Zero(1, "whole"), Zero(1, "flat"), Placed(ROWS), Replicated(), Flat(tuple(SMALL.leaves), (0, 0, 7, 280))]
+    some = [
+        Zero(1, "whole"),
+        Zero(1, "flat"),
+        Placed(ROWS),
+        Replicated(),
+        Flat(tuple(SMALL.leaves), (0, 0, 7, 280)),
+    ]
     check(world, 3, [Case(SMALL, tx, layout, exact=False) for layout in some])
 
 
 BY_MATRICES = {
-    "normalize": mfx.chain(mfx.contrib.normalize_rows(), mfx.contrib.normalize_columns(), mfx.scale_by_shape("fan_in")),
+    "normalize": mfx.chain(
+        mfx.contrib.normalize_rows(), mfx.contrib.normalize_columns(), mfx.scale_by_shape("fan_in")
+    ),
     "unit": mfx.contrib.normalize_matrices(),
     "polar": mfx.contrib.scale_by_dual_norm(muon()),
     "namo": mfx.contrib.scale_by_namo(mfx.chain(muon(), mfx.add_decayed_weights(0.1))),
@@ -347,28 +414,48 @@ BY_MATRICES = {
     ),
     "shampoo": mfx.contrib.scale_by_shampoo(),
     "kl": mfx.contrib.scale_by_soap(factors="kl"),
-    "sum": mfx.add_updates(muon(), ("sgd", mfx.chain(mfx.add_decayed_weights(0.1), mfx.momentum(heavy_ball=True)))),
-    "sphere": mfx.chain(muon(), mfx.contrib.match_weight_norms(), mfx.scale(-0.1), mfx.contrib.keep_weight_norms()),
-    "rest": mfx.chain(mfx.contrib.normalize_leaves(), mfx.subtract_decayed_weights(0.1, cautious=True)),
+    "sum": mfx.add_updates(
+        muon(), ("sgd", mfx.chain(mfx.add_decayed_weights(0.1), mfx.momentum(heavy_ball=True)))
+    ),
+    "sphere": mfx.chain(
+        muon(), mfx.contrib.match_weight_norms(), mfx.scale(-0.1), mfx.contrib.keep_weight_norms()
+    ),
+    "rest": mfx.chain(
+        mfx.contrib.normalize_leaves(), mfx.subtract_decayed_weights(0.1, cautious=True)
+    ),
 }
 NAMED = {"embed": "dion", "up": "sum", "down": "sphere", "odd": "unit", "conv": "polar"}
 NAMED |= {"norm": "rest", "scale": "rest"}
 SOAPS = dict.fromkeys(("embed", "up", "down", "odd", "conv", "cold"), "soap")
-KLS = dict.fromkeys(SOAPS, "kl") | {"embed": "dion2", "odd": "dion2", "up": "shampoo", "conv": "shampoo"}
+KLS = dict.fromkeys(SOAPS, "kl") | {
+    "embed": "dion2",
+    "odd": "dion2",
+    "up": "shampoo",
+    "conv": "shampoo",
+}
 NAMED_TOO = NAMED | {"embed": "namo", "up": "dion", "conv": "normalize", "odd": "sphere"}
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_each_transform_of_whole_matrices(world: World, size: int):
-    named = NAMED | {"cold": "namo"}, NAMED_TOO | {"cold": "normalize", "down": "polar"}, NAMED | SOAPS, NAMED | KLS
+    named = (
+        NAMED | {"cold": "namo"},
+        NAMED_TOO | {"cold": "normalize", "down": "polar"},
+        NAMED | SOAPS,
+        NAMED | KLS,
+    )
     for labels in named:
-        tx = mfx.partition({label: BY_MATRICES[label] for label in sorted(set(labels.values()))}, labels)
+        tx = mfx.partition(
+            {label: BY_MATRICES[label] for label in sorted(set(labels.values()))}, labels
+        )
         layouts = [Zero(1, "flat"), Placed(ROWS), Zero(1, "whole")]
         check(world, size, [Case(SMALL, tx, layout, exact=False) for layout in layouts])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_depends_on_names_and_places_is_the_same_wherever_a_leaf_is_cut(world: World, size: int):
+def test_what_depends_on_names_and_places_is_the_same_wherever_a_leaf_is_cut(
+    world: World, size: int
+):
     tx = mfx.chain(
         mfx.contrib.scale_by_factored_rms(min_dim_size_to_factor=3),
         mfx.scale_by_rms(),
@@ -382,11 +469,21 @@ def test_what_depends_on_names_and_places_is_the_same_wherever_a_leaf_is_cut(wor
 HALF = model(a=(9, 5), b=(4, 16), c=(33, 2), d=Leaf((7,)))
 BF16 = two_groups(HALF.labels, mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.bfloat16)))
 BLOCKS = mfx.MatrixView({"qkv": "(part=3 out) in -> part out in"})
-EXPERTS = Model({"up": Leaf((4, 5, 3), "muon"), "down": Leaf((6, 3, 7), "muon"), "router": Leaf((4, 3))}, 1)
+EXPERTS = Model(
+    {"up": Leaf((4, 5, 3), "muon"), "down": Leaf((6, 3, 7), "muon"), "router": Leaf((4, 3))}, 1
+)
 SILENT = Model({"a": Leaf((5, 4))}, 0, (frozenset(), frozenset({"a"})))
-FUSED = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float32, view=BLOCKS), mfx.scale_by_shape(view=BLOCKS))
+FUSED = mfx.chain(
+    mfx.momentum(),
+    mfx.orthogonalize(dtype=torch.float32, view=BLOCKS),
+    mfx.scale_by_shape(view=BLOCKS),
+)
 HEADS = mfx.MatrixView("(heads=3 (k=2 + v=4)) in -> heads k in, heads v in")
-LATENT = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float32, view=HEADS), mfx.scale_by_shape(view=HEADS))
+LATENT = mfx.chain(
+    mfx.momentum(),
+    mfx.orthogonalize(dtype=torch.float32, view=HEADS),
+    mfx.scale_by_shape(view=HEADS),
+)
 NAMED_CASES = {
     "keys and values of latent attention by head": [
         Case(model(kv=(18, 6)), LATENT, layout, exact=False)
@@ -399,7 +496,12 @@ NAMED_CASES = {
     # Rounded once, at the entrance: as many bits are the same as in one process.
     "computing in bf16 may send bf16": [
         Case(HALF, BF16, layout, exact=True)
-        for layout in (Zero(1, "flat"), Zero(1, "whole"), Replicated(), Placed(dict.fromkeys(HALF.leaves, ("0",))))
+        for layout in (
+            Zero(1, "flat"),
+            Zero(1, "whole"),
+            Replicated(),
+            Placed(dict.fromkeys(HALF.leaves, ("0",))),
+        )
     ],
     # Two of one shape: the owner of the sharded one must not batch it with the one that every rank computes.
     "replicated beside sharded is identical on every rank": [
@@ -414,7 +516,12 @@ NAMED_CASES = {
         )
     ],
     "stacks of experts on the batch dim": [
-        Case(EXPERTS, two_groups(EXPERTS.labels, muon(view=mfx.MatrixView(pattern))), layout, exact=False)
+        Case(
+            EXPERTS,
+            two_groups(EXPERTS.labels, muon(view=mfx.MatrixView(pattern))),
+            layout,
+            exact=False,
+        )
         for pattern in ("... out in -> ... out in", None)
         for layout in (Placed({"up": ("0",), "down": ("0",), "router": ("r",)}), Zero(3, "flat"))
     ],

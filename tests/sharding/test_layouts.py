@@ -40,11 +40,19 @@ def test_every_element_is_held_once_or_by_all(case: tuple[Model, Any]):
     for name in drawn.leaves:
         shape = layout.specs[name].shape
         assert shape == drawn.leaves[name].shape
-        held = {piece.boxes for rank in range(layout.size) if (piece := layout.position(name, rank)).numel}
+        held = {
+            piece.boxes
+            for rank in range(layout.size)
+            if (piece := layout.position(name, rank)).numel
+        }
         assert boxes.cover(shape, [box for part in held for box in part]) is None
         for rank in range(layout.size):
             piece = layout.position(name, rank)
-            assert sum(box.numel for box in piece.boxes) == piece.numel == torch.Size(piece.shape).numel()
+            assert (
+                sum(box.numel for box in piece.boxes)
+                == piece.numel
+                == torch.Size(piece.shape).numel()
+            )
 
 
 @given(looked_at())
@@ -64,7 +72,9 @@ def test_assemble_undoes_shard(case: tuple[Model, Any]):
                 assert leaf is None or tuple(leaf.shape) == tuple(layout.position(name, rank).shape)
         for leaf in mfx.tree.tensors(locals_):
             leaf.fill_(7)  # local tensors are copies
-        assert all(x is y or bits(x) == bits(y) for x, y in zip(whole.values(), before, strict=True))
+        assert all(
+            x is y or bits(x) == bits(y) for x, y in zip(whole.values(), before, strict=True)
+        )
 
 
 @given(models(), SIZES)
@@ -105,8 +115,14 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: sharding.flat(AB, 3, order=["b", "a", "a"], cuts=[0, 4, 9, 10]), "'a'"),
     (lambda: sharding.flat(AB, 1, order=["a", "b"], cuts=[0, 12], starts={"a": 0, "b": 3}), "'b'"),
     (lambda: sharding.flat(BA, 1, cuts=[0, 5]), r"order: found None, .* pass order=list\(params\)"),
-    (lambda: sharding.flat(LISTS, 1, cuts=[0, 5]), r"order: found None, .* pass order=list\(params\)"),
-    (lambda: sharding.flat(BA, 1, cuts=[0, 8], starts={"bb": 0, "b": 0, "a": 4, "none": 4}), "starts: found 'bb'"),
+    (
+        lambda: sharding.flat(LISTS, 1, cuts=[0, 5]),
+        r"order: found None, .* pass order=list\(params\)",
+    ),
+    (
+        lambda: sharding.flat(BA, 1, cuts=[0, 8], starts={"bb": 0, "b": 0, "a": 4, "none": 4}),
+        "starts: found 'bb'",
+    ),
     (lambda: sharding.flat(BA, 1, cuts=[0, 8], starts={"b": 0, "none": 4}), "starts: found 'a'"),
     (
         lambda: sharding.flat(BA, 1, cuts=[0, 8], starts={"b": 0, "a": 1, "none": 4}),
@@ -114,7 +130,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: sharding.zero(AB, 2, stage=4), "stage"),
     (lambda: sharding.zero(AB, 2, partition="rows"), "partition"),
-    (lambda: sharding.zero(AB, 0), "group, a number of ranks, must be an int of 1 or more, found 0"),
+    (
+        lambda: sharding.zero(AB, 0),
+        "group, a number of ranks, must be an int of 1 or more, found 0",
+    ),
     (lambda: sharding.replicated(4), "params must be a tensor or None, found int"),
     (lambda: sharding.zero(AB, 2).shard({"other": torch.zeros(2, 2)}), "'other'"),
     (lambda: sharding.zero(AB, 2).shard({"a": torch.zeros(2, 3)}), r"'a' has shape \(2, 3\)"),
@@ -124,7 +143,13 @@ SHARDED = [make for make, _ in WRONG[-2:]]
 
 @pytest.mark.parametrize(("make", "message"), WRONG)
 def test_a_layout_names_a_wrong_argument_or_leaf(make: Callable[[], Any], message: str):
-    kind = TypeError if message.startswith("params") else sharding.ShardingError if make in SHARDED else ValueError
+    kind = (
+        TypeError
+        if message.startswith("params")
+        else sharding.ShardingError
+        if make in SHARDED
+        else ValueError
+    )
     with pytest.raises(kind, match=message):
         make()
 
@@ -163,7 +188,9 @@ def test_converting_a_state_for_a_checkpoint_does_not_repeat_warnings_of_a_mask(
         warnings.warn("a mask of the user", stacklevel=2)
         return dict.fromkeys(params, True)
 
-    tx = sharding.sharded(mfx.chain(mfx.momentum(), mfx.add_decayed_weights(0.1, mask=mask)), sharding.zero(AB, 1))
+    tx = sharding.sharded(
+        mfx.chain(mfx.momentum(), mfx.add_decayed_weights(0.1, mask=mask)), sharding.zero(AB, 1)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = tx.init(AB)
@@ -205,7 +232,11 @@ def test_a_cut_array_is_covered_and_nothing_less_or_more_is(shape, data):
 
 
 def test_a_hole_beside_an_overlap_is_no_cover():
-    rows = [Box((0, 0), (2, 3)), Box((1, 0), (2, 3)), Box((3, 0), (1, 3))]  # 15 elements, of 4 x 3 = 12
+    rows = [
+        Box((0, 0), (2, 3)),
+        Box((1, 0), (2, 3)),
+        Box((3, 0), (1, 3)),
+    ]  # 15 elements, of 4 x 3 = 12
     assert cover((5, 3), rows) == "overlap"
     assert cover((4, 3), [Box((0, 0), (4, 3, 1))]) == "go beyond its sides"
     assert cover((4,), [Box((3,), (4,))]) == "go beyond its sides"
@@ -233,13 +264,19 @@ def test_an_interval_is_copied_and_filled_and_nothing_else():
     assert torch.equal(tensor.shard.data, copy.shard.data)
     assert tensor.to(torch.float64).shard.dtype == torch.float64
     elsewhere = FlatShardTensor.of(FlatShard((4, 5), 4, torch.arange(5.0)))
-    for refused in (lambda: tensor + 1, lambda: tensor.copy_(elsewhere), lambda: tensor.copy_(torch.zeros(4, 5))):
+    for refused in (
+        lambda: tensor + 1,
+        lambda: tensor.copy_(elsewhere),
+        lambda: tensor.copy_(torch.zeros(4, 5)),
+    ):
         with pytest.raises(NotImplementedError, match="only a shard of the whole"):
             refused()
 
 
 @given(st.lists(st.integers(0, 4), max_size=4).map(tuple), st.data())
-def test_the_parts_of_a_flat_piece_are_the_values_of_its_boxes(shape: tuple[int, ...], data: st.DataObject):
+def test_the_parts_of_a_flat_piece_are_the_values_of_its_boxes(
+    shape: tuple[int, ...], data: st.DataObject
+):
     whole = torch.arange(prod(shape)).reshape(shape)
     start = data.draw(st.integers(0, whole.numel()))
     piece = FlatShard.cut(whole, start, data.draw(st.integers(start, whole.numel())))
@@ -282,7 +319,9 @@ def test_pieces_on_a_mesh_are_those_that_torch_cuts_for_each_rank(case: Any, ran
         whole = torch.arange(prod(shape)).view(shape)
         for place, placement, parts in zip(at or (), placements, mesh, strict=at is not None):
             if not isinstance(placement, Replicate):
-                whole = placement._split_tensor(whole, parts, with_padding=False, contiguous=True)[0][place]
+                whole = placement._split_tensor(whole, parts, with_padding=False, contiguous=True)[
+                    0
+                ][place]
         if at is None:
             assert found[rank].numel == 0
         else:
@@ -294,7 +333,9 @@ def test_pieces_on_a_mesh_are_those_that_torch_cuts_for_each_rank(case: Any, ran
 def cuts(draw: st.DrawFn) -> cut.Cut:
     shape, size = draw(SHAPES), draw(st.integers(1, 5))
     start = draw(st.integers(0, 5))
-    places = sorted(draw(st.lists(st.integers(0, start + prod(shape)), min_size=size - 1, max_size=size - 1)))
+    places = sorted(
+        draw(st.lists(st.integers(0, start + prod(shape)), min_size=size - 1, max_size=size - 1))
+    )
     shape_on_mesh, mesh, placements = draw(on_meshes())
     coordinates = list(product(*map(range, mesh)))
     return draw(
@@ -311,7 +352,9 @@ def cuts(draw: st.DrawFn) -> cut.Cut:
 def test_coordinates_have_the_same_digest_in_a_list_and_in_a_tuple():
     """Those that ranks send each other are in a tuple, and those that a rank finds on its own mesh in a list."""
     coordinates = [(0,), None, (1,)]
-    digests = {cut.MeshCoordinates((2,), values).digest for values in (coordinates, tuple(coordinates))}
+    digests = {
+        cut.MeshCoordinates((2,), values).digest for values in (coordinates, tuple(coordinates))
+    }
     assert len(digests) == 1
 
 
@@ -324,5 +367,7 @@ def test_holders_are_found_as_by_a_loop_over_all_ranks(drawn: cut.Cut):
     assert list(drawn.holders.items()) == [(piece, tuple(ranks)) for piece, ranks in naive.items()]
     assert drawn.copies == tuple(tuple(ranks) for ranks in naive.values() if len(ranks) > 1)
     numel = prod(drawn.shape)
-    assert drawn.complete == tuple(sorted(r for p, ranks in naive.items() if p.numel == numel for r in ranks))
+    assert drawn.complete == tuple(
+        sorted(r for p, ranks in naive.items() if p.numel == numel for r in ranks)
+    )
     assert drawn.taking_part == tuple(rank for rank in range(drawn.size) if drawn[rank].numel)

@@ -15,7 +15,9 @@ from tests.sharding.counting import Counted, counting
 PARAMS: dict[str, Any] = {"up": some(4, 5), "bias": some(3), "down": some(6, 2), "gain": some()}
 
 
-def second_step(here: Here, tx: mfx.Transform, layout: Any, grads: dict[str, Any]) -> tuple[Counted, Any]:
+def second_step(
+    here: Here, tx: mfx.Transform, layout: Any, grads: dict[str, Any]
+) -> tuple[Counted, Any]:
     """Count the messages of the second step, and return its state. The first step also compares the replicas."""
     sharded = sharding.sharded(tx, layout)
     _, state = sharded.update(layout.shard(grads), sharded.init(layout.shard(PARAMS)))
@@ -47,5 +49,9 @@ def test_norms_of_leaves_are_summed_by_one_all_reduce(here: Here, partition: Any
 @on_ranks(2)
 def test_a_metric_of_whole_matrices_says_what_to_do_instead(here: Here):
     layout = sharding.zero(PARAMS, here.group, partition="flat")
-    with pytest.warns(UserWarning, match="monitor has the locality TREE.*call muonfx.diagnose now and then"):
-        sharding.sharded(mfx.monitor("u", ("orthogonality_error",)), layout).init(layout.shard(PARAMS))
+    with pytest.warns(
+        UserWarning, match="monitor has the locality TREE.*call muonfx.diagnose now and then"
+    ):
+        sharding.sharded(mfx.monitor("u", ("orthogonality_error",)), layout).init(
+            layout.shard(PARAMS)
+        )

@@ -56,7 +56,10 @@ def chain() -> mfx.Transform:
 
 
 def trained(
-    model: nn.Module, part: Callable[[Tensor], tuple[Tensor, int, int]], reduce: Callable[[Tensor], None], **more: Any
+    model: nn.Module,
+    part: Callable[[Tensor], tuple[Tensor, int, int]],
+    reduce: Callable[[Tensor], None],
+    **more: Any,
 ) -> tuple[list[Tensor], Params]:
     """The largest logits that are seen at each step, and the parameters in the end."""
     parallel = more.pop("tensor_parallel", (0, 1))
@@ -66,7 +69,9 @@ def trained(
     for _ in range(4):
         x = 2 * torch.randn(6, 12, 8, dtype=torch.float64, generator=draw)
         optimizer.zero_grad()
-        with mfx.attention.collect_max_logits(model, HEADS.module, tensor_parallel=parallel) as logits:
+        with mfx.attention.collect_max_logits(
+            model, HEADS.module, tensor_parallel=parallel
+        ) as logits:
             own, start, end = part(x)
             # A sum over all positions, of which each rank has some.
             (model["h"]["attn"](own, start, end).square().sum() / x.numel()).backward()
@@ -74,7 +79,10 @@ def trained(
             reduce(param.grad)
         seen.append(logits["h.attn"])
         optimizer.step(max_logits=logits)
-    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    whole = {
+        name: p.full_tensor() if isinstance(p, DTensor) else p
+        for name, p in model.named_parameters()
+    }
     return seen, {name: leaf.detach().clone() for name, leaf in whole.items()}
 
 
@@ -107,7 +115,9 @@ def laid_out_as(here: Here, way: str) -> tuple[list[Tensor], Params]:
         return trained(model, all_of_it, lambda grad: None, tensor_parallel=(rank, size))
     if way == "fsdp2":
         fully_shard(model["h"]["attn"], mesh=here.mesh)
-        return trained(model, sequences, lambda grad: grad.to_local().mul_(size))  # a mean over ranks, made a sum
+        return trained(
+            model, sequences, lambda grad: grad.to_local().mul_(size)
+        )  # a mean over ranks, made a sum
     layout = sharding.replicated(dict(model.named_parameters()), here.group)
     return trained(model, {"dp": sequences, "cp": queries}[way], add_up, layout=layout)
 
@@ -121,22 +131,46 @@ def test_training_is_that_of_one_process(world: World, way: str, size: int):
     for step, like in enumerate(wanted_logits):
         seen = torch.stack([logits[step] for logits, _ in results])
         torch.testing.assert_close(seen.amax(0), like, rtol=1e-9, atol=1e-9)
-        assert not all(torch.equal(own, seen[0]) for own in seen)  # each rank has seen something else
+        assert not all(
+            torch.equal(own, seen[0]) for own in seen
+        )  # each rank has seen something else
     for _, params in results:
         torch.testing.assert_close(params, wanted, rtol=1e-9, atol=1e-9)
 
 
 MODEL = model(
-    **{"a.q_proj.weight": (8, 3), "a.k_proj.weight": (4, 3), "a.k_proj.bias": (4,), "b.qkv": (12, 5), "c": (3, 2)}
+    **{
+        "a.q_proj.weight": (8, 3),
+        "a.k_proj.weight": (4, 3),
+        "a.k_proj.bias": (4,),
+        "b.qkv": (12, 5),
+        "c": (3, 2),
+    }
 )
 BOTH_HEADS = mfx.AttentionHeads("a", 4, 2), mfx.AttentionHeads("b", 2, query="qkv", key="qkv")
-PLACED = {"a.q_proj.weight": "0", "a.k_proj.weight": "1", "a.k_proj.bias": "0", "b.qkv": "0", "c": "r"}
+PLACED = {
+    "a.q_proj.weight": "0",
+    "a.k_proj.weight": "1",
+    "a.k_proj.bias": "0",
+    "b.qkv": "0",
+    "c": "r",
+}
 ORDER = tuple(MODEL.leaves)
 GRID = {name: (letter, "0" if name == "b.qkv" else "r") for name, letter in PLACED.items()}
 LAYOUTS: dict[int, list[LayoutCase]] = {
     1: [Replicated(), Zero(3, "flat")],
-    2: [Replicated(), Zero(1), Zero(3, "flat"), Placed({name: (letter,) for name, letter in PLACED.items()})],
-    3: [Replicated(), Zero(2), Flat(ORDER, (0, 5, 77, MODEL.numel)), Placed({n: (x,) for n, x in PLACED.items()})],
+    2: [
+        Replicated(),
+        Zero(1),
+        Zero(3, "flat"),
+        Placed({name: (letter,) for name, letter in PLACED.items()}),
+    ],
+    3: [
+        Replicated(),
+        Zero(2),
+        Flat(ORDER, (0, 5, 77, MODEL.numel)),
+        Placed({n: (x,) for n, x in PLACED.items()}),
+    ],
     4: [Placed(GRID, grid=True)],
 }
 
@@ -147,20 +181,27 @@ def test_the_largest_logits_of_all_ranks_count_under_every_layout(here: Here):
     """Updates where each rank has seen other logits are those of one process that has seen all."""
     draw = torch.Generator().manual_seed(0)
     logits = [
-        {"a": 300 * torch.rand(4, generator=draw), "b": torch.tensor([500.0 if rank == 0 else -torch.inf, 20.0])}
+        {
+            "a": 300 * torch.rand(4, generator=draw),
+            "b": torch.tensor([500.0 if rank == 0 else -torch.inf, 20.0]),
+        }
         for rank in range(here.size)
     ]
     most = {name: torch.stack([seen[name] for seen in logits]).amax(0) for name in logits[0]}
     params, grads = MODEL.params(), MODEL.grads(0)
     for tx in (
         mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1), mfx.qk_clip(BOTH_HEADS)),
-        mfx.master_params(mfx.chain(mfx.clip_by_global_norm(1e9), mfx.qk_clip(BOTH_HEADS, 150.0, alpha=0.3))),
+        mfx.master_params(
+            mfx.chain(mfx.clip_by_global_norm(1e9), mfx.qk_clip(BOTH_HEADS, 150.0, alpha=0.3))
+        ),
     ):
         wanted, _ = tx.update(grads, tx.init(params), params, max_logits=most)
         for case in LAYOUTS[here.size]:
             layout = laid_out(case, params, here, tx)
             over, local = sharding.sharded(tx, layout), layout.shard(params)
-            updates, _ = over.update(layout.shard(grads), over.init(local), local, max_logits=logits[here.rank])
+            updates, _ = over.update(
+                layout.shard(grads), over.init(local), local, max_logits=logits[here.rank]
+            )
             torch.testing.assert_close(layout.gather(updates), wanted, rtol=0, atol=0)
 
 

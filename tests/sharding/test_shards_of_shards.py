@@ -46,11 +46,15 @@ def test_an_interval_of_a_shard_has_the_elements_of_the_flattened_shard(
         assert torch.equal(leaf.values_in(box), whole[index])
 
 
-def test_a_checkpoint_stores_a_permuted_shard_in_the_order_of_the_whole_tensor(tmp_path: Path) -> None:
+def test_a_checkpoint_stores_a_permuted_shard_in_the_order_of_the_whole_tensor(
+    tmp_path: Path,
+) -> None:
     """A rank may hold every element of a tensor in another order, if it holds columns of several parts."""
     whole = torch.arange(12.0).reshape(3, 4)
     columns = [ShardPosition.grid([((0, 3),), span]) for span in (((0, 2),), ((2, 4),))]
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         group = torch.distributed.group.WORLD
         boxes = [box for piece in columns for box in piece.interval_of_shard(0, 6).boxes]

@@ -50,8 +50,12 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         for name in names:
             monkeypatch.setattr(owner, name, count_calls(found, name, getattr(owner, name)))
     for factory in (mfx.orthogonalize, mfx.partition, mfx.momentum, mfx.scale_by_adam):
-        constructor = count_calls(found, f"built {factory.__name__}", factory.definition.constructor)
-        monkeypatch.setattr(factory, "definition", dataclasses.replace(factory.definition, constructor=constructor))
+        constructor = count_calls(
+            found, f"built {factory.__name__}", factory.definition.constructor
+        )
+        monkeypatch.setattr(
+            factory, "definition", dataclasses.replace(factory.definition, constructor=constructor)
+        )
     monkeypatch.setattr(dist, "all_to_all_single", nothing_comes)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield found
@@ -61,7 +65,10 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 def chain(rate: float = 0.1) -> mfx.Transform:
     return mfx.chain(
         mfx.partition(
-            {"muon": mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float32)), "adamw": mfx.scale_by_adam()},
+            {
+                "muon": mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float32)),
+                "adamw": mfx.scale_by_adam(),
+            },
             LABELS,
         ),
         mfx.scale_by_learning_rate(rate),
@@ -72,7 +79,10 @@ def laid_out(kind: str) -> tuple[Any, dict[str, Any]]:
     """A layout, and local tensors."""
     if kind == "from_dtensors":
         mesh = init_device_mesh("cpu", (2,))
-        params = {n: DTensor.from_local(torch.ones(s[0] // 2, *s[1:]), mesh, [Shard(0)]) for n, s in SHAPES.items()}
+        params = {
+            n: DTensor.from_local(torch.ones(s[0] // 2, *s[1:]), mesh, [Shard(0)])
+            for n, s in SHAPES.items()
+        }
         return sharding.from_dtensors(params), params
     whole = {name: torch.ones(shape) for name, shape in SHAPES.items()}
     if kind == "replicated":
@@ -97,13 +107,17 @@ def test_a_later_step_with_another_number_makes_no_piece_plan_or_window_and_buil
     assert done == {}
     state = tx.init(params)
     done.clear()
-    after, _ = mfx.with_hyperparams(tx, {"scale_by_learning_rate.learning_rate": 0.2}).update(params, state, params)
+    after, _ = mfx.with_hyperparams(tx, {"scale_by_learning_rate.learning_rate": 0.2}).update(
+        params, state, params
+    )
     assert done == {}
     torch.testing.assert_close({name: 2 * update for name, update in before.items()}, after)
 
 
 @KINDS
-def test_a_rate_that_a_scheduler_changes_resolves_plans_and_builds_nothing_but_itself(done: dict[str, int], kind: str):
+def test_a_rate_that_a_scheduler_changes_resolves_plans_and_builds_nothing_but_itself(
+    done: dict[str, int], kind: str
+):
     layout, params = laid_out(kind)
     held = {name: torch.nn.Parameter(leaf) for name, leaf in params.items()}
     optimizer = mfx.TransformOptimizer(held, sharding.sharded(chain(), layout))
@@ -125,8 +139,13 @@ def test_matrices_of_one_shape_are_received_with_as_many_calls_as_one(done: dict
     def calls(count: int) -> int:
         """The Python calls in which a rank allocates what it receives for its part of some equal matrices."""
         mesh = init_device_mesh("cpu", (2,))
-        params = {f"w{index}": DTensor.from_local(torch.ones(6, 2), mesh, [Shard(1)]) for index in range(count)}
-        tx = sharding.sharded(mfx.orthogonalize(dtype=torch.float32), sharding.from_dtensors(params))
+        params = {
+            f"w{index}": DTensor.from_local(torch.ones(6, 2), mesh, [Shard(1)])
+            for index in range(count)
+        }
+        tx = sharding.sharded(
+            mfx.orthogonalize(dtype=torch.float32), sharding.from_dtensors(params)
+        )
         state = tx.init(params)
         found = 0
 
@@ -165,9 +184,13 @@ def test_a_bucket_is_computed_while_the_next_is_gathered_and_the_one_before_retu
         return compute(step, *args, **options)
 
     mesh = init_device_mesh("cpu", (2,))
-    params = {f"w{index}": DTensor.from_local(torch.ones(3, 6), mesh, [Shard(0)]) for index in range(6)}
+    params = {
+        f"w{index}": DTensor.from_local(torch.ones(3, 6), mesh, [Shard(0)]) for index in range(6)
+    }
     layout = sharding.from_dtensors(params)
-    tx = sharding.sharded(mfx.orthogonalize(dtype=torch.float32), layout, bucket_bytes=1)  # three buckets
+    tx = sharding.sharded(
+        mfx.orthogonalize(dtype=torch.float32), layout, bucket_bytes=1
+    )  # three buckets
     state = tx.init(params)
     monkeypatch.setattr(Exchange, "__init__", started)
     monkeypatch.setattr(Exchange, "arrived", waited)
@@ -177,13 +200,23 @@ def test_a_bucket_is_computed_while_the_next_is_gathered_and_the_one_before_retu
     assert events == [
         *(f"start {gathering}", f"wait for {gathering}"),
         *(f"start {gathering}", "compute", f"start {returning}", f"wait for {gathering}"),
-        *(f"start {gathering}", "compute", f"wait for {returning}", f"start {returning}", f"wait for {gathering}"),
+        *(
+            f"start {gathering}",
+            "compute",
+            f"wait for {returning}",
+            f"start {returning}",
+            f"wait for {gathering}",
+        ),
         *("compute", f"wait for {returning}", f"start {returning}", f"wait for {returning}"),
     ]
 
 
-@pytest.mark.parametrize(("backends", "device"), [("cpu:gloo,cuda:gloo", "cpu"), ("cuda:gloo", "cuda")])
-def test_ranks_agree_in_host_memory_if_the_group_has_a_backend_for_the_cpu(backends: str, device: str):
+@pytest.mark.parametrize(
+    ("backends", "device"), [("cpu:gloo,cuda:gloo", "cpu"), ("cuda:gloo", "cuda")]
+)
+def test_ranks_agree_in_host_memory_if_the_group_has_a_backend_for_the_cpu(
+    backends: str, device: str
+):
     """As docs/cost-memory-risk.md says; ``cuda:gloo`` is in the place of NCCL, which needs a GPU."""
     dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -200,7 +233,11 @@ def test_ranks_agree_in_host_memory_if_the_group_has_a_backend_for_the_cpu(backe
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """How many pieces are made, and how many transfers."""
     found: dict[str, int] = {}
-    for owner, name in ((ShardPosition, "grid"), (ShardPosition, "interval"), (matrix_shards, "Transfer")):
+    for owner, name in (
+        (ShardPosition, "grid"),
+        (ShardPosition, "interval"),
+        (matrix_shards, "Transfer"),
+    ):
         monkeypatch.setattr(owner, name, count_calls(found, name, getattr(owner, name)))
     yield found
     if dist.is_initialized():
@@ -210,13 +247,19 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 def on_meta(mesh: Any, shape: tuple[int, ...], placements: Sequence[Placement]) -> Any:
     """A meta DTensor, without asking torch to cut anything."""
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), stride, torch.float32))
-    local = cut.OnMesh(shape, cut.MeshCoordinates(mesh.shape, [tuple(mesh.get_coordinate())]), placements)[0].shape
+    spec = DTensorSpec(
+        mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), stride, torch.float32)
+    )
+    local = cut.OnMesh(
+        shape, cut.MeshCoordinates(mesh.shape, [tuple(mesh.get_coordinate())]), placements
+    )[0].shape
     kind: Any = DTensor
     return kind(torch.empty(local, device="meta"), spec, requires_grad=False)
 
 
-def bound(made: dict[str, int], layers: int, shard: int, parallel: int, kind: str) -> dict[str, int]:
+def bound(
+    made: dict[str, int], layers: int, shard: int, parallel: int, kind: str
+) -> dict[str, int]:
     """The objects that are created for the plan of a model's step."""
     made.clear()
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=shard * parallel)
@@ -240,9 +283,13 @@ def bound(made: dict[str, int], layers: int, shard: int, parallel: int, kind: st
             "replicated": sharding.replicated,
         }[kind](params)
         labels = {name: "adamw" if name.endswith("norm") else "muon" for name in params}
-        tx = mfx.muon_with_adamw(0.1, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+        tx = mfx.muon_with_adamw(
+            0.1, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+        )
         local = {
-            name: leaf if kind == "from_dtensors" else torch.empty(layout.position(name).shape, device="meta")
+            name: leaf
+            if kind == "from_dtensors"
+            else torch.empty(layout.position(name).shape, device="meta")
             for name, leaf in params.items()
         }
         sharding.sharded(tx, layout).init(local)
@@ -259,6 +306,13 @@ def test_what_is_made_to_bind_grows_with_ranks_plus_parameters(made: dict[str, i
     wider = bound(made, 4, 64, 2, kind)
     both = bound(made, 16, 64, 2, kind)
     ranks, params = 32, 12
-    for found, r, p in ((few, ranks, params), (deeper, ranks, 4 * params), (wider, 4 * ranks, params)):
+    for found, r, p in (
+        (few, ranks, params),
+        (deeper, ranks, 4 * params),
+        (wider, 4 * ranks, params),
+    ):
         assert sum(found.values()) <= 12 * (r + p) + 50, (kind, found)
-    assert sum(both.values()) <= 12 * 4 * (ranks + params) + 50, (kind, both)  # a product would be 16 times
+    assert sum(both.values()) <= 12 * 4 * (ranks + params) + 50, (
+        kind,
+        both,
+    )  # a product would be 16 times

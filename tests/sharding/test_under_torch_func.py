@@ -31,7 +31,9 @@ def inner(a: Tree, b: Tree) -> Tensor:
 
 def loss_of(rank: int) -> Callable[[Tree], Tensor]:
     """A loss that is another on every rank, in which parameters meet each other."""
-    return lambda whole: (rank + 1) * ((whole["a"] @ whole["b"]).pow(3).sum() + whole["a"].pow(2).sum())
+    return lambda whole: (
+        (rank + 1) * ((whole["a"] @ whole["b"]).pow(3).sum() + whole["a"].pow(2).sum())
+    )
 
 
 def mean(trees: list[Tree]) -> Tree:
@@ -76,10 +78,16 @@ def test_all_gather_has_all_derivatives_and_batches(here: Here, kind: str):
     stacked = {name: torch.stack([leaf, 2 * leaf]) for name, leaf in whole.items()}
     stacks = {name: torch.stack([leaf, 2 * leaf]) for name, leaf in mine.items()}
     same(vmap(loss)(stacks), vmap(own)(stacked))
-    found = vmap(lambda a, b: loss({"a": a, "b": b, "e": mine["e"]}), (0, None))(stacks["a"], mine["b"])
+    found = vmap(lambda a, b: loss({"a": a, "b": b, "e": mine["e"]}), (0, None))(
+        stacks["a"], mine["b"]
+    )
     same(found, vmap(lambda a: own(whole | {"a": a}))(stacked["a"]))
-    each = [pieces(lambda one, k=k: grad(one)({n: x[k] for n, x in stacked.items()})) for k in range(2)]
-    same(vmap(grad(loss))(stacks), {name: torch.stack([one[name] for one in each]) for name in whole})
+    each = [
+        pieces(lambda one, k=k: grad(one)({n: x[k] for n, x in stacked.items()})) for k in range(2)
+    ]
+    same(
+        vmap(grad(loss))(stacks), {name: torch.stack([one[name] for one in each]) for name in whole}
+    )
     same(grad(lambda values: vmap(loss)(values).sum())(stacks), vmap(grad(loss))(stacks))
     same(
         jacfwd(lambda scale: loss({n: scale * x for n, x in mine.items()}))(torch.ones(())),
@@ -89,14 +97,18 @@ def test_all_gather_has_all_derivatives_and_batches(here: Here, kind: str):
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in mine.items()}
     first = torch.autograd.grad(loss(leaves), list(leaves.values()), create_graph=True)
     same(dict(zip(leaves, first, strict=True)), gradient)
-    again = torch.autograd.grad(inner(dict(zip(leaves, first, strict=True)), along), list(leaves.values()))
+    again = torch.autograd.grad(
+        inner(dict(zip(leaves, first, strict=True)), along), list(leaves.values())
+    )
     same(dict(zip(leaves, again, strict=True)), second)
     expected = jvp(own, (whole,), (other,))
     with fwd.dual_level():
         dual = loss({name: fwd.make_dual(leaf, along[name]) for name, leaf in mine.items()})
         same(tuple(fwd.unpack_dual(dual)), expected)
     # Verbs of tensors that no transform has touched work within one.
-    found = grad(lambda x: (x * layout.gather(mine)["a"] * layout.reduce_scatter(whole)["b"].numel()).sum())
+    found = grad(
+        lambda x: (x * layout.gather(mine)["a"] * layout.reduce_scatter(whole)["b"].numel()).sum()
+    )
     same(found(torch.ones(5, 3)), whole["a"] * mine["b"].numel())
 
 

@@ -37,7 +37,9 @@ TASK = Task(init, batch, loss, validation=batch(99, 0))
 
 def muon(rate: float) -> mfx.Transform:
     labels = {"w": "muon", "b": "adamw"}
-    return mfx.muon_with_adamw(rate, rate, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+    return mfx.muon_with_adamw(
+        rate, rate, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+    )
 
 
 OPTIMIZERS = {"muon": muon, "adamw": mfx.adamw}
@@ -67,7 +69,14 @@ def run_of(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("vmap", [True, False])
 def test_each_run_is_the_run_of_a_loop(vmap: bool) -> None:
     rows = mfx.study(
-        TASK, OPTIMIZERS, rates=[0.01, 0.1], seeds=[3, 5], steps=STEPS, report_every=1, vmap=vmap, progress=False
+        TASK,
+        OPTIMIZERS,
+        rates=[0.01, 0.1],
+        seeds=[3, 5],
+        steps=STEPS,
+        report_every=1,
+        vmap=vmap,
+        progress=False,
     )
     for name, make in OPTIMIZERS.items():
         for rate in (0.01, 0.1):
@@ -76,7 +85,9 @@ def test_each_run_is_the_run_of_a_loop(vmap: bool) -> None:
                 training, validation = by_hand(make(rate), seed, STEPS)
                 assert [row["step"] for row in run] == list(range(1, STEPS + 1))
                 assert [row["loss"] for row in run] == pytest.approx(training, rel=1e-4)
-                assert [row["validation_loss"] for row in run] == pytest.approx(validation, rel=1e-4)
+                assert [row["validation_loss"] for row in run] == pytest.approx(
+                    validation, rel=1e-4
+                )
 
 
 @settings(max_examples=20)
@@ -90,7 +101,13 @@ def test_rows_are_in_order_and_the_mean_of_their_losses_is_the_mean_of_all(
     steps: int, report_every: int | None, seeds: list[int], rates: list[float]
 ) -> None:
     rows = mfx.study(
-        TASK, {"adamw": mfx.adamw}, rates=rates, seeds=seeds, steps=steps, report_every=report_every, progress=False
+        TASK,
+        {"adamw": mfx.adamw},
+        rates=rates,
+        seeds=seeds,
+        steps=steps,
+        report_every=report_every,
+        progress=False,
     )
     keys = [(row["rate"], row["seed"], row["step"]) for row in rows]
     assert sorted(keys, key=lambda key: (rates.index(key[0]), seeds.index(key[1]), key[2])) == keys
@@ -100,19 +117,30 @@ def test_rows_are_in_order_and_the_mean_of_their_losses_is_the_mean_of_all(
             run = run_of(rows, rate=rate, seed=seed)
             assert run[-1]["step"] == steps
             starts = [0, *(row["step"] for row in run[:-1])]
-            total = sum(row["loss"] * (row["step"] - start) for row, start in zip(run, starts, strict=True))
+            total = sum(
+                row["loss"] * (row["step"] - start) for row, start in zip(run, starts, strict=True)
+            )
             assert total == pytest.approx(sum(by_hand(mfx.adamw(rate), seed, steps)[0]), rel=1e-4)
 
 
 def test_each_optimizer_may_have_rates_of_its_own() -> None:
     rates = {"muon": [0.1], "adamw": [0.01, 0.001]}
     rows = mfx.study(TASK, OPTIMIZERS, rates=rates, seeds=[0], steps=1, progress=False)
-    assert [(row["optimizer"], row["rate"]) for row in rows] == [("muon", 0.1), ("adamw", 0.01), ("adamw", 0.001)]
+    assert [(row["optimizer"], row["rate"]) for row in rows] == [
+        ("muon", 0.1),
+        ("adamw", 0.01),
+        ("adamw", 0.001),
+    ]
 
 
 def test_a_run_that_diverges_leaves_the_others_alone() -> None:
     rows = mfx.study(
-        TASK, {"sgd": mfx.scale_by_learning_rate}, rates=[0.1, 1e30], seeds=[0], steps=STEPS, progress=False
+        TASK,
+        {"sgd": mfx.scale_by_learning_rate},
+        rates=[0.1, 1e30],
+        seeds=[0],
+        steps=STEPS,
+        progress=False,
     )
     training, _ = by_hand(mfx.scale_by_learning_rate(0.1), 0, STEPS)
     assert run_of(rows, rate=0.1)[-1]["loss"] == pytest.approx(training[-1], rel=1e-5)
@@ -122,7 +150,9 @@ def test_a_run_that_diverges_leaves_the_others_alone() -> None:
 def test_progress_shows_the_lowest_loss_of_the_runs_that_have_not_diverged() -> None:
     lines: list[str] = []
     optimizers = {"sgd": mfx.scale_by_learning_rate}
-    rows = mfx.study(TASK, optimizers, rates=[0.1, 1e30], seeds=[0], steps=STEPS, progress=lines.append)
+    rows = mfx.study(
+        TASK, optimizers, rates=[0.1, 1e30], seeds=[0], steps=STEPS, progress=lines.append
+    )
     assert lines[-1].endswith(f"lowest loss {run_of(rows, rate=0.1)[-1]['loss']:.4g}")
 
 
@@ -146,7 +176,9 @@ def test_a_module_with_attention_and_dropout_trains(vmap: bool) -> None:
     before = torch.get_rng_state()
     task.init(3)
     assert torch.equal(torch.get_rng_state(), before)
-    rows = mfx.study(task, {"adamw": mfx.adamw}, rates=[0.01], seeds=[0, 1], steps=5, vmap=vmap, progress=False)
+    rows = mfx.study(
+        task, {"adamw": mfx.adamw}, rates=[0.01], seeds=[0, 1], steps=5, vmap=vmap, progress=False
+    )
     assert "validation_loss" not in rows[0]
     for seed in (0, 1):
         run = run_of(rows, seed=seed)
@@ -175,10 +207,18 @@ RANDOM_TASKS = {
 
 @pytest.mark.parametrize("name", RANDOM_TASKS)
 @pytest.mark.parametrize("vmap", [True, False])
-def test_equal_optimizers_draw_equal_random_numbers_and_those_of_the_caller_are_kept(name: str, vmap: bool) -> None:
+def test_equal_optimizers_draw_equal_random_numbers_and_those_of_the_caller_are_kept(
+    name: str, vmap: bool
+) -> None:
     task = RANDOM_TASKS[name]
     optimizers = {"first": mfx.adamw, "second": mfx.adamw}
-    arguments = {"rates": [0.01, 0.1], "seeds": [0, 1], "steps": STEPS, "vmap": vmap, "progress": False}
+    arguments = {
+        "rates": [0.01, 0.1],
+        "seeds": [0, 1],
+        "steps": STEPS,
+        "vmap": vmap,
+        "progress": False,
+    }
     state_before = torch.get_rng_state()
     rows = mfx.study(task, optimizers, **arguments)
     assert torch.equal(torch.get_rng_state(), state_before)
@@ -194,7 +234,9 @@ def init_of_dropout(seed: int) -> dict[str, Tensor]:
 
 def test_random_numbers_depend_on_the_seed_and_the_step_alone() -> None:
     still = {"still": lambda rate: mfx.scale_by_learning_rate(1e-30 * rate)}
-    same_batch = RANDOM_TASKS["dropout"]._replace(init=init_of_dropout, batch=lambda seed, step: batch(0, 0))
+    same_batch = RANDOM_TASKS["dropout"]._replace(
+        init=init_of_dropout, batch=lambda seed, step: batch(0, 0)
+    )
     arguments = {"steps": 3, "report_every": 1, "progress": False}
     rows = mfx.study(same_batch, still, rates=[0.1, 0.2], seeds=[0, 1], **arguments)
     assert len({row["loss"] for row in rows}) == 6  # for two seeds and three steps
@@ -204,8 +246,12 @@ def test_random_numbers_depend_on_the_seed_and_the_step_alone() -> None:
 
 def test_a_loss_that_draws_from_another_generator_is_refused() -> None:
     generator = torch.Generator()
-    task = TASK._replace(loss=lambda params, batch: loss(params, batch) + torch.rand((), generator=generator))
-    with pytest.raises(ValueError, match="loss: two calls from the same random state of torch gave "):
+    task = TASK._replace(
+        loss=lambda params, batch: loss(params, batch) + torch.rand((), generator=generator)
+    )
+    with pytest.raises(
+        ValueError, match="loss: two calls from the same random state of torch gave "
+    ):
         mfx.study(task, OPTIMIZERS, rates=[0.1], seeds=[0], steps=2, progress=False)
 
 
@@ -248,7 +294,9 @@ def test_frozen_parameters_of_a_module_are_not_trained(vmap: bool) -> None:
         optimizer.zero_grad()
         loss_of_model(model, batch(0, step)).backward()
         optimizer.step()
-    assert last_row["validation_loss"] == pytest.approx(loss_of_model(model, batch(99, 0)).item(), rel=1e-4)
+    assert last_row["validation_loss"] == pytest.approx(
+        loss_of_model(model, batch(99, 0)).item(), rel=1e-4
+    )
 
 
 def test_a_module_without_trained_parameters_is_refused() -> None:
@@ -286,13 +334,23 @@ def test_a_loss_may_read_parameters_attributes_and_methods_of_a_module(vmap: boo
     regularized_loss(model, batch(3, 0)).backward()
     for name, param in model.named_parameters():
         torch.testing.assert_close(gradients[name], param.grad)
-    rows = mfx.study(task, {"adamw": mfx.adamw}, rates=[0.1], seeds=[0, 1], steps=STEPS, vmap=vmap, progress=False)
+    rows = mfx.study(
+        task,
+        {"adamw": mfx.adamw},
+        rates=[0.1],
+        seeds=[0, 1],
+        steps=STEPS,
+        vmap=vmap,
+        progress=False,
+    )
     assert run_of(rows, seed=1)[-1]["loss"] < run_of(rows, seed=1)[0]["loss"]
 
 
 def test_buffers_and_frozen_parameters_do_not_depend_on_the_state_of_the_caller() -> None:
     tasks = [Task.of_module(with_a_frozen_layer, batch, loss_of_model) for _ in range(2)]
-    assert tasks[0].loss(tasks[0].init(1), batch(0, 0)) == tasks[1].loss(tasks[1].init(1), batch(0, 0))
+    assert tasks[0].loss(tasks[0].init(1), batch(0, 0)) == tasks[1].loss(
+        tasks[1].init(1), batch(0, 0)
+    )
 
 
 def test_the_module_in_eval_mode_has_the_buffers_of_the_module() -> None:
@@ -322,7 +380,9 @@ def test_a_task_may_have_a_loss_for_validation_alone() -> None:
 
 
 def schedule_free(rate: float) -> mfx.Transform:
-    return mfx.contrib.schedule_free(mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(rate)), rate)
+    return mfx.contrib.schedule_free(
+        mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(rate)), rate
+    )
 
 
 def with_average(rate: float) -> mfx.Transform:
@@ -356,7 +416,9 @@ def test_validation_losses_are_those_of_eval_params(make: Any, average: Any, vma
 
 def test_schedule_free_without_eval_params_is_warned_of() -> None:
     arguments = {"rates": [0.1, 0.3], "seeds": [0], "steps": 1, "progress": False}
-    with pytest.warns(UserWarning, match=r"pass eval_params=\{'free': muonfx.contrib.schedule_free_eval_params\}"):
+    with pytest.warns(
+        UserWarning, match=r"pass eval_params=\{'free': muonfx.contrib.schedule_free_eval_params\}"
+    ):
         mfx.study(TASK, {"free": schedule_free}, **arguments)
     mfx.study(TASK._replace(validation=None), {"free": schedule_free}, **arguments)  # no warning
 
@@ -366,7 +428,9 @@ def test_schedule_free_without_eval_params_is_warned_of() -> None:
 
 def test_progress_is_a_line_for_each_report() -> None:
     lines: list[str] = []
-    mfx.study(TASK, OPTIMIZERS, rates=[0.1], seeds=[0, 1], steps=4, report_every=2, progress=lines.append)
+    mfx.study(
+        TASK, OPTIMIZERS, rates=[0.1], seeds=[0, 1], steps=4, report_every=2, progress=lines.append
+    )
     assert [line.partition(",")[0] for line in lines] == [
         "muon: step 2 of 4",
         "muon: step 4 of 4",
@@ -395,14 +459,27 @@ def interrupted_at(step: int) -> Task:
 
 @pytest.mark.parametrize("vmap", [True, False])
 @pytest.mark.parametrize("step", [1, 4, 5])
-def test_an_interrupted_study_goes_on_with_the_same_bits(step: int, vmap: bool, tmp_path: Path) -> None:
-    arguments = {"rates": [0.01, 0.1], "seeds": [0, 1], "steps": STEPS, "report_every": 2, "vmap": vmap}
+def test_an_interrupted_study_goes_on_with_the_same_bits(
+    step: int, vmap: bool, tmp_path: Path
+) -> None:
+    arguments = {
+        "rates": [0.01, 0.1],
+        "seeds": [0, 1],
+        "steps": STEPS,
+        "report_every": 2,
+        "vmap": vmap,
+    }
     expected = mfx.study(TASK, OPTIMIZERS, **arguments, progress=False)
     with pytest.raises(Interrupted):
         mfx.study(interrupted_at(step), OPTIMIZERS, **arguments, folder=tmp_path, progress=False)
     assert mfx.study(TASK, OPTIMIZERS, **arguments, folder=tmp_path, progress=False) == expected
     lines: list[str] = []  # what is complete is not trained again
-    assert mfx.study(interrupted_at(1), OPTIMIZERS, **arguments, folder=tmp_path, progress=lines.append) == expected
+    assert (
+        mfx.study(
+            interrupted_at(1), OPTIMIZERS, **arguments, folder=tmp_path, progress=lines.append
+        )
+        == expected
+    )
     assert not lines
 
 
@@ -423,10 +500,23 @@ def other_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
         ({"task": TASK._replace(init=lambda seed: init(seed + 1))}, "first losses"),
         ({"task": TASK._replace(validation=batch(98, 0))}, "validation losses at step 7"),
         ({"task": TASK._replace(validation=None)}, "validation losses at step 7"),
-        ({"task": TASK._replace(validation_loss=lambda params, batch: 2 * loss(params, batch))}, "validation losses"),
-        ({"optimizers": {"muon": lambda rate: mfx.chain(mfx.clip_by_global_norm(1.0), muon(rate))}}, "transform"),
+        (
+            {"task": TASK._replace(validation_loss=lambda params, batch: 2 * loss(params, batch))},
+            "validation losses",
+        ),
+        (
+            {
+                "optimizers": {
+                    "muon": lambda rate: mfx.chain(mfx.clip_by_global_norm(1.0), muon(rate))
+                }
+            },
+            "transform",
+        ),
         ({"optimizers": {"muon": lambda rate: mfx.adamw(rate)}}, "transform"),
-        ({"optimizers": {"muon": lambda rate: muon(rate + 1e-9)}}, r"[a-z_.]*learning_rate[a-z_.]*"),
+        (
+            {"optimizers": {"muon": lambda rate: muon(rate + 1e-9)}},
+            r"[a-z_.]*learning_rate[a-z_.]*",
+        ),
         ({"rates": [0.1, 0.3]}, "rates"),
         ({"seeds": [0, 2]}, "seeds"),
         ({"seeds": [0, 1, 2]}, "seeds"),
@@ -434,7 +524,9 @@ def other_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
         ({"report_every": 3}, "reports"),
     ],
 )
-def test_a_folder_of_another_study_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_a_folder_of_another_study_is_refused(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     arguments = {
         "task": TASK,
         "optimizers": {"muon": muon},
@@ -452,18 +544,34 @@ def test_a_folder_of_another_study_is_refused(changes: dict[str, Any], named: st
 
 @pytest.mark.parametrize("vmap", [True, False])
 def test_numbers_of_another_study_are_named(vmap: bool, tmp_path: Path) -> None:
-    arguments = {"rates": [0.1, 0.2], "seeds": [0], "steps": 2, "folder": tmp_path, "vmap": vmap, "progress": False}
+    arguments = {
+        "rates": [0.1, 0.2],
+        "seeds": [0],
+        "steps": 2,
+        "folder": tmp_path,
+        "vmap": vmap,
+        "progress": False,
+    }
     mfx.study(TASK, {"adamw": lambda rate: mfx.adamw(rate, b2=0.95)}, **arguments)
-    with pytest.raises(ValueError, match=r"study: scale_by_adam.b2 was 0.95, and is now 0.9; [a-z_.]*weight_decay was"):
-        mfx.study(TASK, {"adamw": lambda rate: mfx.adamw(rate, b2=0.9, weight_decay=0.1)}, **arguments)
+    with pytest.raises(
+        ValueError,
+        match=r"study: scale_by_adam.b2 was 0.95, and is now 0.9; [a-z_.]*weight_decay was",
+    ):
+        mfx.study(
+            TASK, {"adamw": lambda rate: mfx.adamw(rate, b2=0.9, weight_decay=0.1)}, **arguments
+        )
 
 
 def test_transforms_of_other_structures_are_shown() -> None:
     def one_or_the_other(rate: float) -> mfx.Transform:
         return mfx.adamw(rate) if rate < 0.15 else mfx.scale(-rate)
 
-    with pytest.raises(ValueError, match=r"'a'\]: its transforms of 2 runs .*vmap=False \(.*is scale\(.*chain\("):
-        mfx.study(TASK, {"a": one_or_the_other}, rates=[0.1, 0.2], seeds=[0], steps=2, progress=False)
+    with pytest.raises(
+        ValueError, match=r"'a'\]: its transforms of 2 runs .*vmap=False \(.*is scale\(.*chain\("
+    ):
+        mfx.study(
+            TASK, {"a": one_or_the_other}, rates=[0.1, 0.2], seeds=[0], steps=2, progress=False
+        )
 
 
 def test_a_folder_with_validation_losses_of_other_parameters_is_refused(tmp_path: Path) -> None:
@@ -477,16 +585,22 @@ def test_a_folder_with_validation_losses_of_other_parameters_is_refused(tmp_path
 def test_a_folder_without_validation_losses_is_refused_for_a_task_with_them(tmp_path: Path) -> None:
     arguments = {"rates": [0.1], "seeds": [0, 1], "steps": 2, "folder": tmp_path, "progress": False}
     mfx.study(TASK._replace(validation=None), OPTIMIZERS, **arguments)
-    with pytest.raises(ValueError, match=r"another study: validation losses at step 2 was \[nan, nan\]"):
+    with pytest.raises(
+        ValueError, match=r"another study: validation losses at step 2 was \[nan, nan\]"
+    ):
         mfx.study(TASK, OPTIMIZERS, **arguments)
 
 
-def test_another_validation_batch_is_refused_after_a_start_at_which_all_have_the_same_loss(tmp_path: Path) -> None:
+def test_another_validation_batch_is_refused_after_a_start_at_which_all_have_the_same_loss(
+    tmp_path: Path,
+) -> None:
     def cross_entropy(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, targets = batch
         return nn.functional.cross_entropy(inputs @ params["w"].T, targets.argmax(1))
 
-    task = Task(lambda seed: {"w": torch.zeros(4, 3)}, batch, cross_entropy, validation=batch(99, 0))
+    task = Task(
+        lambda seed: {"w": torch.zeros(4, 3)}, batch, cross_entropy, validation=batch(99, 0)
+    )
     arguments = {"rates": [0.1], "seeds": [0], "steps": 2, "folder": tmp_path, "progress": False}
     rows = mfx.study(task, {"adamw": mfx.adamw}, **arguments)
     with pytest.raises(ValueError, match="another study: validation losses at step 2 was"):
@@ -498,7 +612,14 @@ def test_another_validation_batch_is_refused_after_a_start_at_which_all_have_the
 def test_a_study_with_dropout_goes_on_with_the_same_bits(vmap: bool, tmp_path: Path) -> None:
     task = Task.of_module(with_dropout, batch, loss_of_model, validation=batch(99, 0))
     task = task._replace(validation_loss=None)  # with dropout, too
-    arguments = {"rates": [0.1], "seeds": [0, 1], "steps": 6, "report_every": 2, "vmap": vmap, "progress": False}
+    arguments = {
+        "rates": [0.1],
+        "seeds": [0, 1],
+        "steps": 6,
+        "report_every": 2,
+        "vmap": vmap,
+        "progress": False,
+    }
     expected = mfx.study(task, {"adamw": mfx.adamw}, **arguments)
     interrupted = task._replace(batch=interrupted_at(4).batch)
     with pytest.raises(Interrupted):
@@ -511,7 +632,12 @@ def batch_with_missing_targets(seed: int, step: int) -> dict[str, Any]:
     inputs, targets = batch(seed, step)
     targets[0, 0] = torch.nan
     inputs_with_phase = torch.complex(inputs, inputs + 1)
-    return {"inputs": inputs, "targets": targets, "empty": torch.zeros(0), "complex": inputs_with_phase}
+    return {
+        "inputs": inputs,
+        "targets": targets,
+        "empty": torch.zeros(0),
+        "complex": inputs_with_phase,
+    }
 
 
 def loss_without_missing_targets(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
@@ -520,9 +646,18 @@ def loss_without_missing_targets(params: dict[str, Tensor], batch: dict[str, Ten
 
 
 @pytest.mark.parametrize("vmap", [True, False])
-def test_batches_with_nan_complex_numbers_or_no_elements_are_saved(vmap: bool, tmp_path: Path) -> None:
+def test_batches_with_nan_complex_numbers_or_no_elements_are_saved(
+    vmap: bool, tmp_path: Path
+) -> None:
     task = Task(init, batch_with_missing_targets, loss_without_missing_targets)
-    arguments = {"rates": [0.1], "seeds": [0, 1], "steps": 2, "folder": tmp_path, "vmap": vmap, "progress": False}
+    arguments = {
+        "rates": [0.1],
+        "seeds": [0, 1],
+        "steps": 2,
+        "folder": tmp_path,
+        "vmap": vmap,
+        "progress": False,
+    }
     rows = mfx.study(task, {"adamw": mfx.adamw}, **arguments)
     assert mfx.study(task, {"adamw": mfx.adamw}, **arguments) == rows
 
@@ -536,7 +671,9 @@ def test_seeds_of_numpy_are_saved_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a/b", "..", "ä 1", "CON", "a%2Fb"])
 def test_any_name_is_a_folder_within_the_folder(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "study"
-    mfx.study(TASK, {name: mfx.adamw}, rates=[0.1, 0.2], seeds=[0], steps=1, folder=folder, progress=False)
+    mfx.study(
+        TASK, {name: mfx.adamw}, rates=[0.1, 0.2], seeds=[0], steps=1, folder=folder, progress=False
+    )
     assert [path.parent for path in folder.iterdir()] == [folder]
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -553,17 +690,30 @@ def test_any_name_is_a_folder_within_the_folder(name: str, tmp_path: Path) -> No
         ({"rates": []}, "rates: found"),
         ({"rates": [0.1, 0.1]}, "rates: found"),
         ({"rates": {"muon": [0.1]}}, "rates: found rates for .*expected rates for"),
-        ({"eval_params": {"moun": dict}}, r"eval_params: found \['moun'\], expected names of \['adamw', 'muon'\]"),
+        (
+            {"eval_params": {"moun": dict}},
+            r"eval_params: found \['moun'\], expected names of \['adamw', 'muon'\]",
+        ),
         ({"steps": 0}, "steps: found 0"),
         ({"report_every": 0}, "report_every: found 0"),
         (
-            {"optimizers": {"either": lambda rate: mfx.scale(-rate) if rate < 0.05 else mfx.adamw(rate)}},
+            {
+                "optimizers": {
+                    "either": lambda rate: mfx.scale(-rate) if rate < 0.05 else mfx.adamw(rate)
+                }
+            },
             "optimizers.'either'.*vmap=False",
         ),
     ],
 )
 def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
-    arguments = {"task": TASK, "optimizers": OPTIMIZERS, "rates": [0.01, 0.1], "seeds": [0, 1], "steps": 2}
+    arguments = {
+        "task": TASK,
+        "optimizers": OPTIMIZERS,
+        "rates": [0.01, 0.1],
+        "seeds": [0, 1],
+        "steps": 2,
+    }
     with pytest.raises(ValueError, match=message):
         mfx.study(**arguments | changes, progress=False)
 
@@ -571,13 +721,23 @@ def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch": lambda seed, step: (torch.randn(8, 3), torch.randn(8, 4))}, "batch: two calls with seed 3 and step"),
-        ({"init": lambda seed: {"w": torch.randn(4, 3), "b": torch.zeros(4)}}, "init: two calls with seed 3 differ"),
+        (
+            {"batch": lambda seed, step: (torch.randn(8, 3), torch.randn(8, 4))},
+            "batch: two calls with seed 3 and step",
+        ),
+        (
+            {"init": lambda seed: {"w": torch.randn(4, 3), "b": torch.zeros(4)}},
+            "init: two calls with seed 3 differ",
+        ),
     ],
 )
-def test_a_task_that_differs_between_two_calls_is_named(changes: dict[str, Any], message: str) -> None:
+def test_a_task_that_differs_between_two_calls_is_named(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        mfx.study(TASK._replace(**changes), OPTIMIZERS, rates=[0.1], seeds=[3], steps=2, progress=False)
+        mfx.study(
+            TASK._replace(**changes), OPTIMIZERS, rates=[0.1], seeds=[3], steps=2, progress=False
+        )
 
 
 @pytest.mark.parametrize(("argument", "value"), [("seeds", 3), ("rates", 0.1)])
@@ -588,7 +748,9 @@ def test_a_number_in_place_of_a_list_is_named(argument: str, value: Any) -> None
 
 
 def test_a_transform_in_place_of_a_function_of_a_rate_is_named() -> None:
-    with pytest.raises(TypeError, match=r"optimizers\['adamw'\]: found a transform, .*lambda rate: "):
+    with pytest.raises(
+        TypeError, match=r"optimizers\['adamw'\]: found a transform, .*lambda rate: "
+    ):
         mfx.study(TASK, {"adamw": mfx.adamw(1e-3)}, rates=[0.1], seeds=[0], steps=2, progress=False)  # type: ignore[dict-item]
 
 
@@ -609,15 +771,29 @@ def result_of(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch": result_of({"x": torch.ones(2), "n": 3})}, "batch: found 3 at 'n', expected a tree of tensors"),
-        ({"validation": {"x": torch.ones(2), "n": 3}}, "validation: found 3 at 'n', expected a tree of tensors"),
+        (
+            {"batch": result_of({"x": torch.ones(2), "n": 3})},
+            "batch: found 3 at 'n', expected a tree of tensors",
+        ),
+        (
+            {"validation": {"x": torch.ones(2), "n": 3}},
+            "validation: found 3 at 'n', expected a tree of tensors",
+        ),
         ({"init": result_of({"w": 1.0})}, "init: found 1.0 at 'w', expected a tree of tensors"),
-        ({"loss": result_of(torch.ones(2))}, r"loss: found a result of shape \(2,\), expected a 0-d tensor"),
+        (
+            {"loss": result_of(torch.ones(2))},
+            r"loss: found a result of shape \(2,\), expected a 0-d tensor",
+        ),
         ({"loss": result_of(2.0)}, "loss: found a result of type float, expected a 0-d tensor"),
-        ({"validation_loss": result_of(2.0)}, "validation_loss: found a result of type float, expected a 0-d"),
+        (
+            {"validation_loss": result_of(2.0)},
+            "validation_loss: found a result of type float, expected a 0-d",
+        ),
     ],
 )
-def test_a_function_of_a_task_with_a_result_of_another_type_is_named(changes: dict[str, Any], message: str) -> None:
+def test_a_function_of_a_task_with_a_result_of_another_type_is_named(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(TypeError, match=message):
         mfx.study(TASK._replace(**changes), OPTIMIZERS, **ONE_RUN)
 
@@ -626,7 +802,10 @@ def test_a_function_of_a_task_with_a_result_of_another_type_is_named(changes: di
     ("optimizers", "message"),
     [
         ([mfx.adamw], "optimizers: found a list, expected a dict from name to a function"),
-        ({"a": lambda rate: torch.optim.AdamW}, r"optimizers\['a'\]: found a function that returns <class .*AdamW'>"),
+        (
+            {"a": lambda rate: torch.optim.AdamW},
+            r"optimizers\['a'\]: found a function that returns <class .*AdamW'>",
+        ),
     ],
 )
 def test_optimizers_of_another_type_are_named(optimizers: Any, message: str) -> None:
@@ -642,7 +821,9 @@ def test_optimizers_of_another_type_are_named(optimizers: Any, message: str) -> 
     ],
 )
 @pytest.mark.parametrize("arguments", [ONE_RUN, SEVERAL_RUNS])
-def test_other_results_of_eval_params_are_named(result: Any, message: str, arguments: dict[str, Any]) -> None:
+def test_other_results_of_eval_params_are_named(
+    result: Any, message: str, arguments: dict[str, Any]
+) -> None:
     with pytest.raises(TypeError, match=message):
         mfx.study(TASK, {"adamw": mfx.adamw}, eval_params={"adamw": result_of(result)}, **arguments)
 
@@ -653,7 +834,9 @@ def test_batches_whose_shapes_depend_on_the_seed_train_one_after_another() -> No
         return inputs[: 4 + seed], targets[: 4 + seed]
 
     task = TASK._replace(batch=batch_of_another_size)
-    with pytest.raises(ValueError, match=r"batch: found shapes .*'0': \(4, 3\).* for seed 1, .*: pass vmap=False"):
+    with pytest.raises(
+        ValueError, match=r"batch: found shapes .*'0': \(4, 3\).* for seed 1, .*: pass vmap=False"
+    ):
         mfx.study(task, OPTIMIZERS, **SEVERAL_RUNS)
     assert mfx.study(task, OPTIMIZERS, **SEVERAL_RUNS, vmap=False)
 
@@ -672,7 +855,9 @@ def loss_with_branch(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) ->
 @pytest.mark.parametrize("loss_of_one_run", [loss_with_item, loss_with_branch])
 def test_a_loss_that_vmap_does_not_support_trains_one_after_another(loss_of_one_run: Any) -> None:
     task = TASK._replace(loss=loss_of_one_run)
-    with pytest.raises(ValueError, match=r"vmap: found True, but these runs cannot .*: pass vmap=False"):
+    with pytest.raises(
+        ValueError, match=r"vmap: found True, but these runs cannot .*: pass vmap=False"
+    ):
         mfx.study(task, OPTIMIZERS, **SEVERAL_RUNS)
     assert mfx.study(task, OPTIMIZERS, **SEVERAL_RUNS, vmap=False)
 
@@ -690,7 +875,10 @@ def test_an_optimizer_that_increases_the_loss_is_warned_of(make: Any) -> None:
 
 
 def test_an_optimizer_that_does_not_use_its_rate_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"optimizers\['same'\]: the transforms for the rates 0.1 and 0.2 are equal"):
+    with pytest.warns(
+        UserWarning,
+        match=r"optimizers\['same'\]: the transforms for the rates 0.1 and 0.2 are equal",
+    ):
         mfx.study(TASK, {"same": lambda rate: mfx.adamw(0.1)}, **SEVERAL_RUNS)
     scheduled = {"scheduled": lambda rate: mfx.adamw(mfx.cosine_decay_schedule(rate, 2))}
     mfx.study(TASK, scheduled, **SEVERAL_RUNS)  # no warning
@@ -698,14 +886,20 @@ def test_an_optimizer_that_does_not_use_its_rate_is_warned_of() -> None:
 
 def test_a_loss_without_a_gradient_is_warned_of() -> None:
     task = TASK._replace(loss=lambda params, batch: loss(params, batch).detach())
-    with pytest.warns(UserWarning, match="loss: its gradient in the first step is zero for all parameters"):
+    with pytest.warns(
+        UserWarning, match="loss: its gradient in the first step is zero for all parameters"
+    ):
         mfx.study(task, OPTIMIZERS, **SEVERAL_RUNS)
 
 
 def test_transforms_of_any_structure_train_one_after_another() -> None:
     either = {"either": lambda rate: mfx.scale(-rate) if rate < 0.05 else mfx.adamw(rate)}
-    rows = mfx.study(TASK, either, rates=[0.01, 0.1], seeds=[0], steps=3, vmap=False, progress=False)
-    assert run_of(rows, rate=0.01)[-1]["loss"] == pytest.approx(by_hand(mfx.scale(-0.01), 0, 3)[0][-1], rel=1e-5)
+    rows = mfx.study(
+        TASK, either, rates=[0.01, 0.1], seeds=[0], steps=3, vmap=False, progress=False
+    )
+    assert run_of(rows, rate=0.01)[-1]["loss"] == pytest.approx(
+        by_hand(mfx.scale(-0.01), 0, 3)[0][-1], rel=1e-5
+    )
 
 
 def test_a_model_with_running_statistics_is_refused():
@@ -714,10 +908,21 @@ def test_a_model_with_running_statistics_is_refused():
             return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, **options))
 
         return Task.of_module(
-            make_model, lambda seed, step: torch.ones(4, 2), lambda model, x: model(x).square().mean()
+            make_model,
+            lambda seed, step: torch.ones(4, 2),
+            lambda model, x: model(x).square().mean(),
         )
 
-    with pytest.raises(ValueError, match=r"'1' is a BatchNorm1d with running statistics.*track_running_stats=False"):
+    with pytest.raises(
+        ValueError, match=r"'1' is a BatchNorm1d with running statistics.*track_running_stats=False"
+    ):
         task()
-    rows = mfx.study(task(track_running_stats=False), {"a": mfx.adamw}, rates=[0.1], seeds=[0], steps=2, progress=False)
+    rows = mfx.study(
+        task(track_running_stats=False),
+        {"a": mfx.adamw},
+        rates=[0.1],
+        seeds=[0],
+        steps=2,
+        progress=False,
+    )
     assert len(rows) > 0

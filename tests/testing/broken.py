@@ -34,7 +34,10 @@ def of_trees(locality=ELEMENT, init=no_state, **declared):
 
     def decorate(function, name=None):
         def make():
-            return init, lambda updates, state, params=None: (function(updates, state, params), state)
+            return init, lambda updates, state, params=None: (
+                function(updates, state, params),
+                state,
+            )
 
         return named(make, name or function.__name__, locality=locality, **declared)
 
@@ -45,7 +48,10 @@ def of_a_leaf(name, function, locality=ELEMENT, factor=None, **declared):
     """Make a transform of a function of one leaf, and of a number if one is given."""
 
     def returned(*numbers):
-        return no_state, lambda updates, state, params=None: (tree.map(lambda u: function(u, *numbers), updates), state)
+        return no_state, lambda updates, state, params=None: (
+            tree.map(lambda u: function(u, *numbers), updates),
+            state,
+        )
 
     def without_numbers():
         return returned()
@@ -65,7 +71,9 @@ def of_traces(dtype=None):
             leaves, treedef = tree.flatten(updates)
             pairs = zip(leaves, tree.leaves(state.trace), strict=True)
             both = [(u, trace) if u is None else function(u, trace) for u, trace in pairs]
-            out, kept = (tree.unflatten(treedef, [pair[place] for pair in both]) for place in (0, 1))
+            out, kept = (
+                tree.unflatten(treedef, [pair[place] for pair in both]) for place in (0, 1)
+            )
             return out, MomentumState(kept)
 
         def make():
@@ -112,11 +120,20 @@ OF_A_LEAF = {
     "narrows_float64": (lambda u: u.float() * 2 if u.dtype is torch.float64 else u * 2, {}),
     "branches_on_values": (normalized_if_long, {"locality": LEAF}),
     "is_not_elementwise": (lambda u: u - u.mean() if u.numel() else u, {}),
-    "is_not_elementwise_where_leaves_are_large": (lambda u: u - u.mean() if u.numel() > 4096 else u * 1.0, {}),
+    "is_not_elementwise_where_leaves_are_large": (
+        lambda u: u - u.mean() if u.numel() > 4096 else u * 1.0,
+        {},
+    ),
     "is_not_matrixwise": (lambda u: u / (1 + u.abs().sum()), {"locality": MATRIX}),
     "cuts_the_graph": (lambda u: u.detach() * u * 2.0, {}),
-    "cuts_the_graph_of_its_number": (lambda u, c: (u * getattr(c, "detach", lambda: c)()).to(u.dtype), {"factor": 2.0}),
-    "passes_its_number_to_lerp": (lambda u, weight: torch.lerp(torch.zeros_like(u), u, weight), {"factor": 0.5}),
+    "cuts_the_graph_of_its_number": (
+        lambda u, c: (u * getattr(c, "detach", lambda: c)()).to(u.dtype),
+        {"factor": 2.0},
+    ),
+    "passes_its_number_to_lerp": (
+        lambda u, weight: torch.lerp(torch.zeros_like(u), u, weight),
+        {"factor": 0.5},
+    ),
     # false declarations
     "looks_at_the_number_of_dims": (lambda u: u * (0.5 if u.ndim >= 2 else 1.0), {}),
     "says_that_it_rounds": (
@@ -135,12 +152,17 @@ OF_A_LEAF = {
         lambda u, factor: u * factor,
         {"factor": 2.0, "resolve": lambda tx, params: tx.replace(factor=1.0)},
     ),
-    "resolves_by_values": (lambda u, factor: u * factor, {"factor": 2.0, "resolve": resolved_by_values}),
+    "resolves_by_values": (
+        lambda u, factor: u * factor,
+        {"factor": 2.0, "resolve": resolved_by_values},
+    ),
 }
 """Bugs of one leaf: the function, and the arguments that declare it."""
 
 OF_DONATIONS = {
-    "breaks_its_donation_promise": lambda u, donate: u.view(u.shape),  # another tensor, but not another storage
+    "breaks_its_donation_promise": lambda u, donate: u.view(
+        u.shape
+    ),  # another tensor, but not another storage
     "donates_more_than_it_was_given": lambda u, donate: u.mul_(2.0) if donate.state else u * 2.0,
     "computes_differently_when_donated": lambda u, donate: u.mul_(3.0) if all(donate) else u * 2.0,
 }
@@ -159,9 +181,14 @@ OF_TREES = {
     "keeps_the_parameters_themselves": (less_the_average, EmaParamsState),
     "allocates_state_in_memory": (
         copied,
-        lambda params: MomentumState(tree.map(lambda p: torch.zeros(p.shape, dtype=p.dtype), params)),
+        lambda params: MomentumState(
+            tree.map(lambda p: torch.zeros(p.shape, dtype=p.dtype), params)
+        ),
     ),
-    "keeps_the_graph_of_parameters": (copied, lambda params: EmaParamsState(tree.map(lambda p: p * 1.0, params))),
+    "keeps_the_graph_of_parameters": (
+        copied,
+        lambda params: EmaParamsState(tree.map(lambda p: p * 1.0, params)),
+    ),
     "shares_one_buffer_between_updates": (
         lambda updates, state, params: tree.map(lambda u: u.new_zeros(()).expand(u.shape), updates),
         no_state,
@@ -169,11 +196,19 @@ OF_TREES = {
 }
 """Bugs of whole trees: the function of updates, state and parameters, and the first state."""
 
-globals().update({name: of_a_leaf(name, function, **declared) for name, (function, declared) in OF_A_LEAF.items()})
+globals().update(
+    {
+        name: of_a_leaf(name, function, **declared)
+        for name, (function, declared) in OF_A_LEAF.items()
+    }
+)
 globals().update({name: of_donations(name, function) for name, function in OF_DONATIONS.items()})
-globals().update({name: of_trees(init=init)(function, name) for name, (function, init) in OF_TREES.items()})
+globals().update(
+    {name: of_trees(init=init)(function, name) for name, (function, init) in OF_TREES.items()}
+)
 reads_parameters_at_init = of_trees(
-    init=lambda params: EmaParamsState(tree.map(lambda p: p.detach() * 1.0, params)), reads_params=False
+    init=lambda params: EmaParamsState(tree.map(lambda p: p.detach() * 1.0, params)),
+    reads_params=False,
 )(less_the_average, "reads_parameters_at_init")
 
 
@@ -226,8 +261,12 @@ def forgets_absent_gradients(updates, state, params):
 @mfx.transform(locality=ELEMENT)
 def decays_the_state_of_absent_gradients():
     def update(updates, state, params=None):
-        trace = tree.map(lambda old, u: old * 0.5 + (0.0 if u is None else u.to(old.dtype)), state.trace, updates)
-        return tree.map(lambda u, new: new.to(u.dtype, copy=True), updates, trace), MomentumState(trace)
+        trace = tree.map(
+            lambda old, u: old * 0.5 + (0.0 if u is None else u.to(old.dtype)), state.trace, updates
+        )
+        return tree.map(lambda u, new: new.to(u.dtype, copy=True), updates, trace), MomentumState(
+            trace
+        )
 
     return traces, update
 
@@ -241,7 +280,9 @@ def decays_the_state_of_absent_gradients_beside_a_count():
         new_state = {**state, "count": state["count"] + 1}
         for name, u in tree.named_leaves(updates):
             if state[name] is not None:
-                new_state[name] = state[name] * 0.5 + (0.0 if u is None else u.to(state[name].dtype))
+                new_state[name] = state[name] * 0.5 + (
+                    0.0 if u is None else u.to(state[name].dtype)
+                )
         return tree.map(lambda u: u * 2.0, updates), new_state
 
     return init, update
@@ -286,7 +327,9 @@ def reads_parameters_that_it_disowns(updates, state, params):
 @of_trees(LEAF)
 def is_not_leafwise_where_leaves_are_large(updates, state, params):
     total = sum(u.double().abs().sum() for u in tree.tensors(updates) if u.numel() > 4096)
-    return tree.map(lambda u: (u / (1 + total)).to(u.dtype) if u.numel() > 4096 else u * 1.0, updates)
+    return tree.map(
+        lambda u: (u / (1 + total)).to(u.dtype) if u.numel() > 4096 else u * 1.0, updates
+    )
 
 
 @of_trees()
@@ -308,7 +351,9 @@ def knows_how_many_leaves_there_are(updates, state, params):
 def normalizes_around(inner: mfx.Transform):
     def update(updates, state, params=None, **extras):
         total = 1 + sum(u.double().abs().sum() for u in tree.tensors(updates))
-        return inner.run(tree.map(lambda u: (u / total).to(u.dtype), updates), state, params, **extras)
+        return inner.run(
+            tree.map(lambda u: (u / total).to(u.dtype), updates), state, params, **extras
+        )
 
     return inner.init, update
 
@@ -344,8 +389,12 @@ def a_closure():
 @mfx.transform(locality=ELEMENT)
 def starts_in_the_default_dtype():
     def update(updates, state, params=None):
-        trace = tree.map(lambda old, u: old if u is None else old * 0.5 + u.to(old.dtype), state.trace, updates)
-        return tree.map(lambda u, new: new.to(u.dtype, copy=True), updates, trace), MomentumState(trace)
+        trace = tree.map(
+            lambda old, u: old if u is None else old * 0.5 + u.to(old.dtype), state.trace, updates
+        )
+        return tree.map(lambda u, new: new.to(u.dtype, copy=True), updates, trace), MomentumState(
+            trace
+        )
 
     def init(params):
         return MomentumState(tree.map(lambda p: torch.zeros(p.shape, device=p.device), params))
@@ -387,7 +436,9 @@ def reads_memory_that_it_never_wrote(updates, state, params):
 
 @of_trees()
 def reads_the_clock(updates, state, params):
-    factor = 1.0 + (time.time() // 1000) % 6  # the law moves clocks by 1,000 or 1,001 of these units
+    factor = (
+        1.0 + (time.time() // 1000) % 6
+    )  # the law moves clocks by 1,000 or 1,001 of these units
     return tree.map(lambda u: u * factor, updates)
 
 
@@ -395,7 +446,11 @@ def reads_the_clock(updates, state, params):
 def starts_from_the_seed_of_the_process():
     def noise(p):
         generator = torch.Generator().manual_seed(torch.initial_seed())
-        return torch.rand(p.shape, generator=generator, dtype=torch.float64).to(p) if p.device.type != "meta" else p
+        return (
+            torch.rand(p.shape, generator=generator, dtype=torch.float64).to(p)
+            if p.device.type != "meta"
+            else p
+        )
 
     def update(updates, state, params=None):
         return tree.map(lambda u, start: u + start.to(u.dtype), updates, state.trace), state
@@ -478,7 +533,9 @@ def reads_the_gradients_of_parameters(updates, state, params):
 
 @of_trees()
 def treats_parameters_of_a_module_in_another_way(updates, state, params):
-    return tree.map(lambda u, p: u * (2.0 if isinstance(p, torch.nn.Parameter) else 1.0), updates, params)
+    return tree.map(
+        lambda u, p: u * (2.0 if isinstance(p, torch.nn.Parameter) else 1.0), updates, params
+    )
 
 
 @of_trees(LEAF)
@@ -495,7 +552,9 @@ def drops_a_tensor_that_it_has_seen(updates, state, params):
 
 @of_trees()
 def pairs_parameters_by_position(updates, state, params):
-    if type(updates) is not dict or any(not isinstance(leaf, torch.Tensor) for leaf in updates.values()):
+    if type(updates) is not dict or any(
+        not isinstance(leaf, torch.Tensor) for leaf in updates.values()
+    ):
         return tree.map(lambda u, p: u + 0.5 * p.to(u.dtype), updates, params)
     pairs = zip(updates.items(), params.values(), strict=True)
     return {name: u + 0.5 * p.to(u.dtype).sum() for (name, u), p in pairs}
@@ -508,12 +567,21 @@ def pairs_its_state_by_position():
         leaves, treedef = tree.flatten(updates)
         pairs = zip(leaves, traces, strict=True)
         new = [trace if u is None else 0.5 * trace + u.to(trace.dtype) for u, trace in pairs]
-        out = [None if u is None else trace.to(u.dtype, copy=True) for u, trace in zip(leaves, new, strict=True)]
-        return tree.unflatten(treedef, out), {"traces": dict(zip(state["traces"], new, strict=True))}
+        out = [
+            None if u is None else trace.to(u.dtype, copy=True)
+            for u, trace in zip(leaves, new, strict=True)
+        ]
+        return tree.unflatten(treedef, out), {
+            "traces": dict(zip(state["traces"], new, strict=True))
+        }
 
     def init(params):
         named = tree.named_leaves(params)
-        return {"traces": {name: torch.zeros(0) if p is None else torch.zeros_like(p) for name, p in named}}
+        return {
+            "traces": {
+                name: torch.zeros(0) if p is None else torch.zeros_like(p) for name, p in named
+            }
+        }
 
     return init, update
 
@@ -588,7 +656,9 @@ OF_NUMBERS = {
 }
 """Bugs of numbers: the function of one leaf, and the declared locality."""
 
-globals().update({name: of_a_leaf(name, function, locality) for name, (function, locality) in OF_NUMBERS.items()})
+globals().update(
+    {name: of_a_leaf(name, function, locality) for name, (function, locality) in OF_NUMBERS.items()}
+)
 
 
 @of_trees(LEAF)
@@ -662,7 +732,9 @@ def writes_to_its_gradients_at_the_second_step():
 def is_elementwise_for_three_steps():
     def update(updates, state, params=None):
         late = state["count"] >= 3
-        out = tree.map(lambda u: torch.where(late, u - u.mean(), u * 1.0) if u.numel() else u, updates)
+        out = tree.map(
+            lambda u: torch.where(late, u - u.mean(), u * 1.0) if u.numel() else u, updates
+        )
         return out, {"count": state["count"] + 1}
 
     return lambda params: {"count": torch.zeros((), dtype=torch.int64)}, update
@@ -670,7 +742,9 @@ def is_elementwise_for_three_steps():
 
 @of_trees()
 def is_not_elementwise_in_bfloat16(updates, state, params):
-    return tree.map(lambda u: u - u.mean() if u.numel() and u.dtype is torch.bfloat16 else u * 1.0, updates)
+    return tree.map(
+        lambda u: u - u.mean() if u.numel() and u.dtype is torch.bfloat16 else u * 1.0, updates
+    )
 
 
 @of_trees(LEAF)
@@ -763,7 +837,10 @@ factor_of_shape = {}
 
 @of_trees(LEAF)
 def keeps_the_first_norm_of_each_shape(updates, state, params):
-    return tree.map(lambda u: u / (1 + factor_of_shape.setdefault(u.shape, u.double().norm())).to(u.dtype), updates)
+    return tree.map(
+        lambda u: u / (1 + factor_of_shape.setdefault(u.shape, u.double().norm())).to(u.dtype),
+        updates,
+    )
 
 
 power_of_shape = {}

@@ -87,7 +87,12 @@ class HidesNaN(Momentum):
 
 class SpreadsNaN(Momentum):
     def step(self, closure: Any = None) -> Any:
-        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        params = [
+            param
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         return super().step(closure)
 
@@ -186,7 +191,11 @@ class NormalizesItsShard(Momentum):
         local = momentum.to_local()
         direction = local / (local.norm() + 1e-8)
         return DTensor.from_local(
-            direction, momentum.device_mesh, momentum.placements, shape=momentum.shape, stride=momentum.stride()
+            direction,
+            momentum.device_mesh,
+            momentum.placements,
+            shape=momentum.shape,
+            stride=momentum.stride(),
         )
 
 

@@ -48,7 +48,9 @@ CAUGHT_BY = {
         "looks_at_the_number_of_dims resolves_to_something_else resolves_by_values"
     ),
     "matrix_transforms_see_one_matrix": "is_not_matrixwise is_not_matrixwise_unless_square",
-    "leaf_transforms_see_one_leaf": ("is_not_leafwise knows_how_many_leaves_there_are is_not_leafwise_for_scalars"),
+    "leaf_transforms_see_one_leaf": (
+        "is_not_leafwise knows_how_many_leaves_there_are is_not_leafwise_for_scalars"
+    ),
     "tree_transforms_see_sums_over_leaves": "takes_sums_only_where_it_has_leaves sums_norms_instead_of_squares",
     "next_in_chain_may_write_to_updates": "breaks_its_donation_promise",
     "donation_changes_no_value": "computes_differently_when_donated donates_more_than_it_was_given",
@@ -96,7 +98,9 @@ CAUGHT_BY = {
     "a_nonfinite_gradient_changes_no_other_leaf": (
         "spreads_nan_over_the_leaf spreads_nan_over_a_stack spreads_nan_over_the_tree"
     ),
-    "a_nonfinite_gradient_stays_visible": ("hides_nan hides_infinity hides_nan_in_a_comparison gives_zeros_after_nan"),
+    "a_nonfinite_gradient_stays_visible": (
+        "hides_nan hides_infinity hides_nan_in_a_comparison gives_zeros_after_nan"
+    ),
     "zero_gradients_give_finite_updates": "divides_zero_by_zero",
     "large_and_small_gradients_give_finite_updates": "loses_small_gradients overflows_in_fourth_powers",
     "narrow_gradients_are_computed_in_wider_dtypes": "squares_in_half_precision rounds_single_precision_to_half",
@@ -125,9 +129,15 @@ COMPILED = "compiled_update_equals_eager"
 
 
 @pytest.mark.parametrize(
-    ("bug", "law"), [pytest.param(*pair, marks=[pytest.mark.slow] if pair[1] == COMPILED else []) for pair in PAIRS]
+    ("bug", "law"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] if pair[1] == COMPILED else [])
+        for pair in PAIRS
+    ],
 )
-def test_a_bug_is_caught_by_each_law_that_forbids_it(bug: str, law: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_bug_is_caught_by_each_law_that_forbids_it(
+    bug: str, law: str, monkeypatch: pytest.MonkeyPatch
+):
     # To shrink the example takes much longer than to find it, and has its own test.
     monkeypatch.setattr(check, "_shrunk", lambda *arguments: None)
     tx = made(bug)
@@ -165,15 +175,21 @@ def test_a_bug_is_caught_by_its_own_law_first(bug: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", ["narrows_float64", "takes_the_dtype_of_the_first_leaf", "narrows_its_float64_state"])
+@pytest.mark.parametrize(
+    "bug", ["narrows_float64", "takes_the_dtype_of_the_first_leaf", "narrows_its_float64_state"]
+)
 def test_a_narrow_dtype_is_found_in_every_run(bug: str):
     for seed in range(3):
         violation = first_broken_law(made(bug), laws=[dict(PAIRS)[bug]], max_examples=5, seed=seed)
-        assert re.search(r"found torch\.b?float(16|32) .*, expected as .* torch\.float64 ", violation.found)
+        assert re.search(
+            r"found torch\.b?float(16|32) .*, expected as .* torch\.float64 ", violation.found
+        )
 
 
 def test_the_example_is_shrunk_to_plain_scalars():
-    violation = first_broken_law(broken.writes_to_its_gradients(), laws=["update_leaves_its_inputs_unchanged"])
+    violation = first_broken_law(
+        broken.writes_to_its_gradients(), laws=["update_leaves_its_inputs_unchanged"]
+    )
     params, steps = violation.example
     assert len(steps) == 1
     leaves = list(mfx.tree.tensors(params))
@@ -189,10 +205,14 @@ def test_a_violation_that_a_law_raises_itself_reaches_the_caller(share: float):
     @kit.law(share=share)
     def no_transform_is_named_identity(tx, params, steps):
         if tx.name == "identity":
-            raise kit.LawViolation("no_transform_is_named_identity", tx, None, "another name is expected")
+            raise kit.LawViolation(
+                "no_transform_is_named_identity", tx, None, "another name is expected"
+            )
 
     try:
-        violation = first_broken_law(mfx.identity(), laws=[no_transform_is_named_identity], max_examples=3)
+        violation = first_broken_law(
+            mfx.identity(), laws=[no_transform_is_named_identity], max_examples=3
+        )
     finally:
         del kit.LAWS["no_transform_is_named_identity"]
     assert "another name is expected" in str(violation)
@@ -200,14 +220,19 @@ def test_a_violation_that_a_law_raises_itself_reaches_the_caller(share: float):
 
 def test_a_violation_can_be_pickled_also_if_its_transform_cannot():
     example = kit.Example.of({"w": (2,)})
-    violation = kit.LawViolation("a_law", mfx.stateless(lambda u, params: u), "w", "an error", example)
+    violation = kit.LawViolation(
+        "a_law", mfx.stateless(lambda u, params: u), "w", "an error", example
+    )
     assert str(pickle.loads(pickle.dumps(violation))) == str(violation)
 
 
 def test_laws_can_be_chosen_and_skipped_by_name_or_function():
     law = kit.laws.update_remembers_nothing
     report = kit.check_transform(
-        mfx.identity(), laws=[law, "identity_is_neutral"], skip=["identity_is_neutral"], max_examples=3
+        mfx.identity(),
+        laws=[law, "identity_is_neutral"],
+        skip=["identity_is_neutral"],
+        max_examples=3,
     )
     assert list(report.held) == ["update_remembers_nothing"]
     assert report.left_out == {"identity_is_neutral": "skipped"}
@@ -215,7 +240,11 @@ def test_laws_can_be_chosen_and_skipped_by_name_or_function():
 
 
 def test_one_error_has_every_law_that_does_not_hold():
-    laws = ["updates_look_like_the_gradients", "identity_is_neutral", "element_transforms_see_one_element"]
+    laws = [
+        "updates_look_like_the_gradients",
+        "identity_is_neutral",
+        "element_transforms_see_one_element",
+    ]
     tx = made("is_not_elementwise_in_bfloat16")
     with pytest.raises(kit.LawViolation):  # the first one alone
         kit.check_transform(tx, laws=laws, max_examples=25)
@@ -225,18 +254,24 @@ def test_one_error_has_every_law_that_does_not_hold():
         kit.check_transform(promoting, laws=laws, max_examples=25, stop_at_first=False)
     violations = caught.value.violations
     assert [violation.law for violation in violations] == [laws[0], laws[2]]
-    assert str(caught.value).startswith("2 laws do not hold:\nupdates_look_like_the_gradients does not hold for chain(")
+    assert str(caught.value).startswith(
+        "2 laws do not hold:\nupdates_look_like_the_gradients does not hold for chain("
+    )
     for violation in violations:
         assert str(violation) in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_a_report_is_returned_if_all_laws_hold():
-    report = kit.check_transform(mfx.identity(), laws=["identity_is_neutral"], max_examples=3, stop_at_first=False)
+    report = kit.check_transform(
+        mfx.identity(), laws=["identity_is_neutral"], max_examples=3, stop_at_first=False
+    )
     assert list(report.held) == ["identity_is_neutral"]
 
 
-@pytest.mark.parametrize("laws", [None, ["element_transforms_see_one_element"]], ids=["all", "none that applies"])
+@pytest.mark.parametrize(
+    "laws", [None, ["element_transforms_see_one_element"]], ids=["all", "none that applies"]
+)
 def test_a_check_on_no_example_is_an_error(laws: list[str] | None):
     with pytest.raises(ValueError, match="max_examples must be"):
         kit.check_transform(mfx.clip_by_global_norm(1.0), laws=laws, max_examples=0)
@@ -245,9 +280,13 @@ def test_a_check_on_no_example_is_an_error(laws: list[str] | None):
 def test_an_unknown_law_is_an_error_that_lists_those_known():
     with pytest.raises(ValueError, match=r"found 'purity', expected names of laws: absent_leaves"):
         kit.check_transform(mfx.identity(), laws=["purity"])
-    with pytest.raises(TypeError, match=r"skip: found 'purity', expected a list of laws: \['purity'\]"):
+    with pytest.raises(
+        TypeError, match=r"skip: found 'purity', expected a list of laws: \['purity'\]"
+    ):
         kit.check_transform(mfx.identity(), skip="purity")
-    with pytest.raises(ValueError, match=r"found .*Law\(name='identity_is_neutral'.*expected names of laws"):
+    with pytest.raises(
+        ValueError, match=r"found .*Law\(name='identity_is_neutral'.*expected names of laws"
+    ):
         kit.check_transform(mfx.identity(), laws=[kit.LAWS["identity_is_neutral"]])  # pyright: ignore
 
 
@@ -261,7 +300,10 @@ def test_the_law_that_is_checked_is_reported_while_it_runs():
     lines: list[str] = []
     laws = ["identity_is_neutral", "update_remembers_nothing"]
     kit.check_transform(mfx.identity(), laws=laws, max_examples=2, progress=lines.append)
-    expected = ["identity: law 1 of 2, update_remembers_nothing", "identity: law 2 of 2, identity_is_neutral"]
+    expected = [
+        "identity: law 1 of 2, update_remembers_nothing",
+        "identity: law 2 of 2, identity_is_neutral",
+    ]
     assert lines == expected
 
 
@@ -269,10 +311,14 @@ def test_a_check_in_a_file_prints_a_line_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     seconds = iter(range(100))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds) * progress.SECONDS_BETWEEN_LINES)
+    monkeypatch.setattr(
+        progress.time, "monotonic", lambda: next(seconds) * progress.SECONDS_BETWEEN_LINES
+    )
     kit.check_transform(mfx.identity(), laws=["identity_is_neutral"], max_examples=2)
     assert capsys.readouterr().err == "identity: law 1 of 1, identity_is_neutral\n"
-    kit.check_transform(mfx.identity(), laws=["identity_is_neutral"], max_examples=2, progress=False)
+    kit.check_transform(
+        mfx.identity(), laws=["identity_is_neutral"], max_examples=2, progress=False
+    )
     assert capsys.readouterr().err == ""
 
 
@@ -300,20 +346,29 @@ def test_a_transform_for_trees_of_its_own_needs_a_strategy():
         kit.check_transform(tx)
 
     def named(example: kit.Example) -> kit.Example:
-        return kit.Example({"weight": example.params}, [{"weight": grads} for grads in example.steps])
+        return kit.Example(
+            {"weight": example.params}, [{"weight": grads} for grads in example.steps]
+        )
 
     of_one_leaf = kit.params_and_grads(nones=False).map(
         lambda example: named(kit.Example(torch.ones(2), [torch.ones(2) for _ in example.steps]))
     )
-    assert kit.check_transform(tx, laws=["update_remembers_nothing"], params=of_one_leaf, max_examples=2).held
+    assert kit.check_transform(
+        tx, laws=["update_remembers_nothing"], params=of_one_leaf, max_examples=2
+    ).held
 
 
 def test_a_transform_for_certain_names_is_given_an_example():
-    tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.partition({"a": mfx.scale_by_adam()}, {"layer.weight": "a"}))
+    tx = mfx.chain(
+        mfx.clip_by_global_norm(1.0),
+        mfx.partition({"a": mfx.scale_by_adam()}, {"layer.weight": "a"}),
+    )
     with pytest.raises(TypeError, match=r"params=st\.just\(testing\.Example\.of\(\{'layer.weight'"):
         kit.check_transform(tx)
     example = kit.Example.of({"layer.weight": (4, 3)})
-    report = kit.check_transform(tx, laws=["update_remembers_nothing"], params=st.just(example), max_examples=2)
+    report = kit.check_transform(
+        tx, laws=["update_remembers_nothing"], params=st.just(example), max_examples=2
+    )
     assert report.held
 
 
@@ -331,7 +386,9 @@ def test_the_error_of_a_step_comes_first():
     with pytest.raises(TypeError, match=r"^faulty raised RuntimeError: Expected size") as caught:
         kit.check_transform(faulty())
     assert "give check_transform a strategy of examples" in str(caught.value)
-    assert isinstance(caught.value.__cause__, RuntimeError)  # its traceback shows the line of the step
+    assert isinstance(
+        caught.value.__cause__, RuntimeError
+    )  # its traceback shows the line of the step
 
 
 OVERFLOWING = {
@@ -373,7 +430,11 @@ def test_sums_are_checked_beside_transforms_of_whole_matrices(name: str):
 
 def test_auto_is_narrow_only_for_products_of_matrices():
     law = "narrow_gradients_are_computed_in_wider_dtypes"
-    for tx in (mfx.normalize_neurons(), mfx.accumulate(mfx.clip_by_global_norm(1.0), 2), WHOLE["matrices"]):
+    for tx in (
+        mfx.normalize_neurons(),
+        mfx.accumulate(mfx.clip_by_global_norm(1.0), 2),
+        WHOLE["matrices"],
+    ):
         assert kit.laws_for(tx)[law] is None
     for tx in (mfx.orthogonalize(), mfx.contrib.scale_by_dion2(2)):
         assert kit.laws_for(tx)[law] == f'the dtype "auto" of {tx.name} may be narrow'
@@ -389,7 +450,9 @@ def divides_by_the_norm_of_its_stack(*, view: mfx.MatrixView = EACH_MATRIX):
 
 def test_a_step_that_mixes_matrices_is_named_with_the_difference():
     example = kit.Example.of({"v": (3, 4), "w": (3, 4)})
-    with pytest.raises(kit.LawViolation, match=r"reduce over the last two dims only.*differ by up to \d"):
+    with pytest.raises(
+        kit.LawViolation, match=r"reduce over the last two dims only.*differ by up to \d"
+    ):
         kit.laws.large_leaves_are_as_small_ones(divides_by_the_norm_of_its_stack(), *example)
 
 
@@ -406,7 +469,9 @@ def drawn(strategy, number: int = 25):
 
 
 def test_a_local_function_that_cannot_be_pickled_is_reported_with_advice():
-    violation = first_broken_law(broken.a_closure(), laws=["pickle_gives_an_equal_transform"], max_examples=2)
+    violation = first_broken_law(
+        broken.a_closure(), laws=["pickle_gives_an_equal_transform"], max_examples=2
+    )
     assert "at the top level of a module" in violation.found
 
 
@@ -443,17 +508,35 @@ def test_drawn_trees_have_every_kind_of_leaf_and_node():
     assert any(leaf.numel() == 0 for leaf in tensors)
     assert any(not leaf.is_contiguous() for leaf in tensors)
     assert any(leaf.storage_offset() for leaf in tensors)
-    assert {type(example.params) for example in examples} == {dict, list, tuple, kit.Pair, OrderedDict, deque}
-    widened = set()  # whether the float32 gradients of bfloat16 parameters have values of bfloat16 only
+    assert {type(example.params) for example in examples} == {
+        dict,
+        list,
+        tuple,
+        kit.Pair,
+        OrderedDict,
+        deque,
+    }
+    widened = (
+        set()
+    )  # whether the float32 gradients of bfloat16 parameters have values of bfloat16 only
     for example in examples:
         for grads in example.steps:
-            for param, grad in zip(mfx.tree.leaves(example.params), mfx.tree.leaves(grads), strict=True):
-                if param is None or grad is None or param.dtype != torch.bfloat16 or grad.dtype != torch.float32:
+            for param, grad in zip(
+                mfx.tree.leaves(example.params), mfx.tree.leaves(grads), strict=True
+            ):
+                if (
+                    param is None
+                    or grad is None
+                    or param.dtype != torch.bfloat16
+                    or grad.dtype != torch.float32
+                ):
                     continue
                 if grad.any():
                     widened.add(torch.equal(grad.bfloat16().float(), grad))
     assert widened == {False}
-    gradients = [leaf for example in examples for grads in example.steps for leaf in mfx.tree.leaves(grads)]
+    gradients = [
+        leaf for example in examples for grads in example.steps for leaf in mfx.tree.leaves(grads)
+    ]
     assert gradients.count(None) > leaves.count(None)
     for example in examples:
         for grads in example.steps:
@@ -461,7 +544,9 @@ def test_drawn_trees_have_every_kind_of_leaf_and_node():
 
 
 def test_a_factory_that_was_not_called_is_reported():
-    with pytest.raises(TypeError, match=r"expected a Transform: call a factory to get one, as in scale_by_sign\(\)"):
+    with pytest.raises(
+        TypeError, match=r"expected a Transform: call a factory to get one, as in scale_by_sign\(\)"
+    ):
         kit.check_transform(mfx.scale_by_sign)  # pyright: ignore[reportArgumentType]
 
 
@@ -507,15 +592,27 @@ def raises_on(fault: str):
 @pytest.mark.parametrize(
     ("fault", "law", "change"),
     [
-        ("nan", "a_nonfinite_gradient_changes_no_other_leaf", r"after nan in the gradients of \['w'\] at step 0"),
-        ("nan", "a_nonfinite_gradient_stays_visible", r"after nan in the gradients of \['w'\] at step 0"),
+        (
+            "nan",
+            "a_nonfinite_gradient_changes_no_other_leaf",
+            r"after nan in the gradients of \['w'\] at step 0",
+        ),
+        (
+            "nan",
+            "a_nonfinite_gradient_stays_visible",
+            r"after nan in the gradients of \['w'\] at step 0",
+        ),
         ("zero", "zero_gradients_give_finite_updates", "for zero gradients"),
         ("large", "large_and_small_gradients_give_finite_updates", r"for gradients of 1e\+18"),
     ],
 )
-def test_an_error_on_gradients_that_a_law_has_changed_names_the_change(fault: str, law: str, change: str):
+def test_an_error_on_gradients_that_a_law_has_changed_names_the_change(
+    fault: str, law: str, change: str
+):
     example = kit.Example.of({"w": (3, 2)}, steps=2)
-    with pytest.raises(kit.LawViolation, match=rf"raised ArithmeticError: no such decomposition \({change}.*\)"):
+    with pytest.raises(
+        kit.LawViolation, match=rf"raised ArithmeticError: no such decomposition \({change}.*\)"
+    ):
         kit.LAWS[law].check(raises_on(fault), *example)
 
 
@@ -548,13 +645,17 @@ def table_of_laws() -> str:
 
 def test_the_page_lists_every_law():
     assert FAMILIES.keys() == {law.family for law in kit.LAWS.values()}
-    assert table_of_laws() in PAGE.read_text(), f"docs/check-your-own.md should have this table:\n{table_of_laws()}"
+    assert table_of_laws() in PAGE.read_text(), (
+        f"docs/check-your-own.md should have this table:\n{table_of_laws()}"
+    )
 
 
 def test_the_page_shows_the_number_of_examples_of_a_law():
     shown = dict(re.findall(r"^  ([a-z_]+) \((\d+) examples\)$", PAGE.read_text(), re.MULTILINE))
     assert len(shown) == 2
-    report = kit.check_transform(mfx.momentum(0.9), laws=list(shown), max_examples=25, progress=False)
+    report = kit.check_transform(
+        mfx.momentum(0.9), laws=list(shown), max_examples=25, progress=False
+    )
     assert report.held == {name: int(number) for name, number in shown.items()}
 
 

@@ -26,7 +26,17 @@ def test_a_class_is_checked_with_all_parameters(capsys: pytest.CaptureFixture[st
 
 
 def test_a_law_that_does_not_hold_gives_exit_code_1(capsys: pytest.CaptureFixture[str]):
-    assert main(["torch.optim:Adafactor", "--laws", "autocast_changes_nothing", "frozen_parameters_stay"]) == 1
+    assert (
+        main(
+            [
+                "torch.optim:Adafactor",
+                "--laws",
+                "autocast_changes_nothing",
+                "frozen_parameters_stay",
+            ]
+        )
+        == 1
+    )
     assert "autocast_changes_nothing  does not hold" in capsys.readouterr().out
 
 
@@ -39,6 +49,8 @@ def test_a_law_that_does_not_hold_gives_exit_code_1(capsys: pytest.CaptureFixtur
         ("no_such:A", "no_such"),
     ],
 )
-def test_a_name_that_cannot_be_imported_gives_exit_code_2(name: str, text: str, capsys: pytest.CaptureFixture[str]):
+def test_a_name_that_cannot_be_imported_gives_exit_code_2(
+    name: str, text: str, capsys: pytest.CaptureFixture[str]
+):
     assert main([name]) == 2
     assert text in capsys.readouterr().err

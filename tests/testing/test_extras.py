@@ -77,7 +77,9 @@ def writes_to_its_extra():
 SMALL = {"max_examples": 8, "progress": False}
 
 
-@pytest.mark.parametrize("value", [0.7, torch.tensor(0.7), falling], ids=["number", "tensor", "function"])
+@pytest.mark.parametrize(
+    "value", [0.7, torch.tensor(0.7), falling], ids=["number", "tensor", "function"]
+)
 def test_a_transform_with_a_required_extra_is_checked(value: Any):
     tx = mfx.chain(mfx.momentum(), scales_by_value())
     compiling = [name for name, law in kit.LAWS.items() if law.family == "compiling"]
@@ -125,18 +127,25 @@ def test_an_extra_may_change_with_the_step():
 
 
 def test_a_missing_extra_is_named_with_the_argument_that_gives_it():
-    with pytest.raises(TypeError, match=r"scales_by_value requires the extra argument value=.*extras=\{'value': 0.5\}"):
+    with pytest.raises(
+        TypeError,
+        match=r"scales_by_value requires the extra argument value=.*extras=\{'value': 0.5\}",
+    ):
         kit.check_transform(scales_by_value())
 
 
 @pytest.mark.parametrize("value", ["0.5", torch.ones(2), True, None])
 def test_an_extra_that_is_no_number_is_an_error(value: Any):
-    with pytest.raises(TypeError, match="extras: value must be a number, a 0-d tensor or a function of the step"):
+    with pytest.raises(
+        TypeError, match="extras: value must be a number, a 0-d tensor or a function of the step"
+    ):
         kit.check_transform(scales_by_value(), extras={"value": value})
 
 
 def test_an_extra_that_no_transform_reads_is_an_error():
-    with pytest.raises(TypeError, match=r"reads_a_float: found the extra argument values= \(did you mean 'value'"):
+    with pytest.raises(
+        TypeError, match=r"reads_a_float: found the extra argument values= \(did you mean 'value'"
+    ):
         kit.check_transform(reads_a_float(), extras={"values": 0.5})
 
 
@@ -214,7 +223,10 @@ def test_an_error_about_metadata_is_raised_as_it_is():
 def test_a_number_in_float64_under_vmap_is_named():
     @mfx.transform(locality=mfx.Locality.ELEMENT)
     def multiplies(factor: float = 0.5):
-        return no_state, lambda updates, state, params=None: (mfx.tree.map(lambda u: u * factor, updates), state)
+        return no_state, lambda updates, state, params=None: (
+            mfx.tree.map(lambda u: u * factor, updates),
+            state,
+        )
 
     @mfx.transform(locality=mfx.Locality.ELEMENT)
     def converts(factor: float = 0.5):
@@ -225,6 +237,9 @@ def test_a_number_in_float64_under_vmap_is_named():
 
     example = kit.Example.of({"w": ()})
     law = kit.laws.vmap_over_the_transform_equals_a_loop
-    with pytest.raises(kit.LawViolation, match=r"a number of the transform is a float64 tensor.*\.to\(leaf\.dtype\)"):
+    with pytest.raises(
+        kit.LawViolation,
+        match=r"a number of the transform is a float64 tensor.*\.to\(leaf\.dtype\)",
+    ):
         law(multiplies(), *example)
     law(converts(), *example)

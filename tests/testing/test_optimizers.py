@@ -64,7 +64,9 @@ def test_a_law_of_ranks_finds_the_planted_mistake(law: str):
 @pytest.mark.slow
 def test_the_error_of_one_rank_is_reported_not_the_lost_connection_of_the_others():
     build = partial(broken_optimizers.build, "FailsOnTheLastRank")
-    failures = check_optimizer(build, laws=["ddp_gives_the_update_of_one_process"], progress=False).failures
+    failures = check_optimizer(
+        build, laws=["ddp_gives_the_update_of_one_process"], progress=False
+    ).failures
     assert "out of paper" in failures["ddp_gives_the_update_of_one_process"]
 
 
@@ -100,7 +102,9 @@ def muon(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "build", [muon, pytest.param(RIGHT["momentum"], marks=pytest.mark.deep)], ids=["Muon", "momentum"]
+    "build",
+    [muon, pytest.param(RIGHT["momentum"], marks=pytest.mark.deep)],
+    ids=["Muon", "momentum"],
 )
 def test_right_optimizers_obey_the_laws_of_ranks(build):
     report = check_optimizer(build, laws=OF_RANKS, progress=False)
@@ -113,21 +117,33 @@ def test_ranks_cannot_import_a_function_within_a_function():
     assert "define it in a module" in report.left_out[OF_RANKS[0]]
 
 
-@pytest.mark.parametrize(("value", "expected"), [(1.0, torch.inf), (torch.inf, 1.0), (torch.inf, torch.inf)])
+@pytest.mark.parametrize(
+    ("value", "expected"), [(1.0, torch.inf), (torch.inf, 1.0), (torch.inf, torch.inf)]
+)
 def test_an_infinite_update_is_close_to_none(value: float, expected: float):
     with pytest.raises(Breach, match="the update of w differs by"):
-        require_close({"w": torch.tensor(value)}, {"w": torch.tensor(expected)}, {"w": torch.tensor(0.0)}, 0.1, "a run")
+        require_close(
+            {"w": torch.tensor(value)},
+            {"w": torch.tensor(expected)},
+            {"w": torch.tensor(0.0)},
+            0.1,
+            "a run",
+        )
 
 
 def test_a_class_that_does_not_accept_a_model_is_named():
     with pytest.raises(
-        TypeError, match=r"found the class SGD, which raised(?s:.*)return SGD\(model.parameters\(\), lr"
+        TypeError,
+        match=r"found the class SGD, which raised(?s:.*)return SGD\(model.parameters\(\), lr",
     ):
         check_optimizer(torch.optim.SGD)
 
 
 def test_a_class_that_accepts_a_model_is_a_function_of_a_model():
-    assert check_optimizer(mfx.Muon, laws=["frozen_parameters_stay"], progress=False).optimizer == "Muon"
+    assert (
+        check_optimizer(mfx.Muon, laws=["frozen_parameters_stay"], progress=False).optimizer
+        == "Muon"
+    )
 
 
 def test_an_unknown_law_is_an_error():
@@ -138,4 +154,7 @@ def test_an_unknown_law_is_an_error():
 def test_progress_names_each_law():
     lines: list[str] = []
     check_optimizer(muon, laws=OF_ONE_PROCESS[:2], progress=lines.append)
-    assert lines == ["Muon: law 1 of 2, steps_are_repeatable", "Muon: law 2 of 2, torch_save_resumes_the_run"]
+    assert lines == [
+        "Muon: law 1 of 2, steps_are_repeatable",
+        "Muon: law 2 of 2, torch_save_resumes_the_run",
+    ]

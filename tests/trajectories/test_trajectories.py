@@ -38,7 +38,10 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "mlp.up.bias": (14,),
     "norm.weight": (6,),
 }
-LABELS = {name: "muon" if len(shape) == 2 and "embed" not in name else "adamw" for name, shape in SHAPES.items()}
+LABELS = {
+    name: "muon" if len(shape) == 2 and "embed" not in name else "adamw"
+    for name, shape in SHAPES.items()
+}
 MATRICES = {name: label == "muon" for name, label in LABELS.items()}
 FUSED = mfx.MatrixView({"*.qkv.weight": "(part=3 out) in -> part out in"})
 
@@ -53,7 +56,9 @@ def downhill(*transforms: mfx.Transform, rate: Any = 0.05) -> mfx.Transform:
 
 
 def muon(**options: Any) -> mfx.Transform:
-    return mfx.muon(0.05, weight_decay=0.1, orthogonalize=mfx.orthogonalize(dtype=FLOAT32, **options))
+    return mfx.muon(
+        0.05, weight_decay=0.1, orthogonalize=mfx.orthogonalize(dtype=FLOAT32, **options)
+    )
 
 
 # Made when called: each entry is independent of the others' names and arguments.
@@ -65,27 +70,43 @@ CHAINS: dict[str, Callable[[], mfx.Transform]] = {
     "muon_in_bfloat16": lambda: on_matrices(
         mfx.muon(0.05, orthogonalize=mfx.orthogonalize(dtype=torch.bfloat16)), mfx.adamw(0.01)
     ),
-    "normuon": lambda: on_matrices(mfx.normuon(0.05, orthogonalize=mfx.orthogonalize(dtype=FLOAT32)), mfx.adamw(0.01)),
-    "adamw_scheduled": lambda: mfx.adamw(mfx.warmup_cosine_decay_schedule(0.05, 3, 10), mask=mfx.routing.ndim(min=2)),
-    "clipped_lion": lambda: mfx.chain(mfx.clip_by_global_norm(1.0), mfx.lion(0.01, weight_decay=0.1)),
+    "normuon": lambda: on_matrices(
+        mfx.normuon(0.05, orthogonalize=mfx.orthogonalize(dtype=FLOAT32)), mfx.adamw(0.01)
+    ),
+    "adamw_scheduled": lambda: mfx.adamw(
+        mfx.warmup_cosine_decay_schedule(0.05, 3, 10), mask=mfx.routing.ndim(min=2)
+    ),
+    "clipped_lion": lambda: mfx.chain(
+        mfx.clip_by_global_norm(1.0), mfx.lion(0.01, weight_decay=0.1)
+    ),
     "gram": lambda: downhill(
         on_matrices(mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(method="gram", dtype=FLOAT32))),
     ),
     "factored_rms": lambda: downhill(
         mfx.contrib.scale_by_factored_rms(), mfx.clip_by_block_rms(1.0), mfx.momentum(0.9)
     ),
-    "adam_in_eight_bits": lambda: downhill(mfx.scale_by_adam(mu_dtype=mfx.int8(), nu_dtype=mfx.int8())),
+    "adam_in_eight_bits": lambda: downhill(
+        mfx.scale_by_adam(mu_dtype=mfx.int8(), nu_dtype=mfx.int8())
+    ),
     "accumulated": lambda: mfx.accumulate(
         mfx.muon_with_adamw(0.05, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=FLOAT32)), 2
     ),
     "injected_and_averaged": lambda: mfx.chain(
         mfx.skip_nonfinite(
-            mfx.as_tensors(mfx.muon_with_adamw(0.05, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=FLOAT32)))
+            mfx.as_tensors(
+                mfx.muon_with_adamw(
+                    0.05, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=FLOAT32)
+                )
+            )
         ),
         mfx.ema_params(0.9),
     ),
     "momentum_on_a_schedule": lambda: downhill(
-        on_matrices(mfx.chain(mfx.momentum(mfx.linear_schedule(0.5, 0.95, 6)), mfx.orthogonalize(dtype=FLOAT32))),
+        on_matrices(
+            mfx.chain(
+                mfx.momentum(mfx.linear_schedule(0.5, 0.95, 6)), mfx.orthogonalize(dtype=FLOAT32)
+            )
+        ),
         mfx.add_decayed_weights(0.1, MATRICES),
         rate=mfx.linear_schedule(0.1, 0.0, 10),
     ),
@@ -99,7 +120,10 @@ def drawn(turn: int) -> dict[str, Tensor]:
 
 def gradients(step: int) -> dict[str, Tensor | None]:
     """Random gradients; one parameter has none in step 4."""
-    return {name: None if step == 4 and name == "mlp.up.weight" else grad for name, grad in drawn(1 + step).items()}
+    return {
+        name: None if step == 4 and name == "mlp.up.weight" else grad
+        for name, grad in drawn(1 + step).items()
+    }
 
 
 # ----------------------------------------------------------------------------------------------- ten steps in each form
@@ -152,10 +176,14 @@ def under_fsdp2(here: Here, name: str) -> list[dict[str, Tensor]]:
             assert isinstance(param, DTensor)
             grad = gradients(step)[path]
             param.grad = (
-                None if grad is None else distribute_tensor(grad, here.mesh, param.placements, src_data_rank=None)
+                None
+                if grad is None
+                else distribute_tensor(grad, here.mesh, param.placements, src_data_rank=None)
             )
         optimizer.step()
-        found.append({path: param.detach().full_tensor().clone() for path, param in net.named_parameters()})
+        found.append(
+            {path: param.detach().full_tensor().clone() for path, param in net.named_parameters()}
+        )
     return found
 
 
@@ -181,7 +209,11 @@ def machine() -> str:
     probe = hashlib.sha256()
     for value in drawn(0).values():
         if value.ndim == 2:
-            for product in (value @ value.mT, value.mT @ value, (value.bfloat16() @ value.bfloat16().mT).float()):
+            for product in (
+                value @ value.mT,
+                value.mT @ value,
+                (value.bfloat16() @ value.bfloat16().mT).float(),
+            ):
                 probe.update(product.contiguous().numpy().tobytes())
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{torch_version} {platform.machine()} {capability} {probe.hexdigest()[:16]}"
@@ -201,7 +233,9 @@ def record(add: bool) -> None:
     values: dict[str, Tensor] = {}
     for name in CHAINS:
         found = runs(world, name)
-        (digests[name],) = {digest(trajectory) for trajectory in found.values()}  # every form gives the same bits
+        (digests[name],) = {
+            digest(trajectory) for trajectory in found.values()
+        }  # every form gives the same bits
         last = found["one process"][-1]
         values |= {f"{name}/{leaf}": value.detach().contiguous() for leaf, value in last.items()}
     world.close()
@@ -225,9 +259,13 @@ def test_a_recorded_trajectory_continues_bit_by_bit(world: World, name: str):
     for form, trajectory in found.items():
         for leaf, value in trajectory[-1].items():  # other machines round products differently
             wanted = LAST[f"{name}/{leaf}"]
-            torch.testing.assert_close(value.detach(), wanted, rtol=5e-2, atol=5e-2, msg=lambda m, f=form: f"{f}: {m}")
+            torch.testing.assert_close(
+                value.detach(), wanted, rtol=5e-2, atol=5e-2, msg=lambda m, f=form: f"{f}: {m}"
+            )
         # Every form gives the same bits; they are the recorded ones on a machine like a recording one.
-        assert digest(trajectory) == RECORDED.get(machine(), {}).get(name, digest(found["one process"])), form
+        assert digest(trajectory) == RECORDED.get(machine(), {}).get(
+            name, digest(found["one process"])
+        ), form
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ class Case(NamedTuple):
     tx: mfx.Transform
     shapes: dict[str, tuple[int, ...]]
 
-    def example(self, steps: int, dtype: torch.dtype = torch.float32) -> tuple[Tensors, list[Tensors]]:
+    def example(
+        self, steps: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensors, list[Tensors]]:
         """Return random parameters and the gradients of several steps."""
         params, grads = kit.Example.of(self.shapes, steps=steps, dtype=dtype)
         return params, grads
@@ -74,7 +76,9 @@ def _all_cases() -> list[Any]:
         named += [(f"{name}-{number}", name, tx) for number, tx in enumerate(transforms)]
     named += [(f"{name}-heads", name, tx) for name, tx in WITH_HEADS.items()]
     named += [(name, name, tx) for name, tx in VARIANTS.items()]
-    return [pytest.param(Case(name, tx, _shapes_for(tx)), id=identity) for identity, name, tx in named]
+    return [
+        pytest.param(Case(name, tx, _shapes_for(tx)), id=identity) for identity, name, tx in named
+    ]
 
 
 EVERY_CASE = _all_cases()

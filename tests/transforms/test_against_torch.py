@@ -19,7 +19,9 @@ def draw(dtype: torch.dtype = torch.float32) -> kit.Example:
     return kit.Example.of(SHAPES, steps=STEPS, dtype=dtype, seed=1)
 
 
-def run_torch(make, params: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def run_torch(
+    make, params: dict[str, Tensor], steps: list[dict[str, Tensor]]
+) -> list[dict[str, Tensor]]:
     live = {name: torch.nn.Parameter(value.clone()) for name, value in params.items()}
     optimizer = make(list(live.values()))
     seen = []
@@ -31,7 +33,9 @@ def run_torch(make, params: dict[str, Tensor], steps: list[dict[str, Tensor]]) -
     return seen
 
 
-def run_ours(tx: mfx.Transform, params: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def run_ours(
+    tx: mfx.Transform, params: dict[str, Tensor], steps: list[dict[str, Tensor]]
+) -> list[dict[str, Tensor]]:
     state, seen = tx.init(params), []
     for grads in steps:
         updates, state = tx.update(grads, state, params)
@@ -77,7 +81,11 @@ def test_muon_is_torch_optim_muon(lr_scaling, nesterov, monkeypatch):
 @PRECISIONS
 def test_adamw_is_torch_optim_adamw(dtype, bound):
     params, steps = draw(dtype)
-    theirs = run_torch(lambda ps: torch.optim.AdamW(ps, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1), params, steps)
+    theirs = run_torch(
+        lambda ps: torch.optim.AdamW(ps, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1),
+        params,
+        steps,
+    )
     ours = run_ours(mfx.adamw(1e-2, b1=0.8, b2=0.95, weight_decay=0.1), params, steps)
     torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
 
@@ -86,8 +94,12 @@ def test_adamw_is_torch_optim_adamw(dtype, bound):
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_heavy_ball_is_torch_optim_sgd(nesterov, dtype, bound):
     params, steps = draw(dtype)
-    theirs = run_torch(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=nesterov), params, steps)
-    tx = mfx.chain(mfx.momentum(0.9, nesterov=nesterov, heavy_ball=True), mfx.scale_by_learning_rate(0.1))
+    theirs = run_torch(
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=nesterov), params, steps
+    )
+    tx = mfx.chain(
+        mfx.momentum(0.9, nesterov=nesterov, heavy_ball=True), mfx.scale_by_learning_rate(0.1)
+    )
     torch.testing.assert_close(run_ours(tx, params, steps), theirs, rtol=bound, atol=bound)
 
 
@@ -147,7 +159,9 @@ def test_normuon_follows_its_definition():
         o = mfx.polar.polar_factor(average(memory, "m", g, 0.95))
         v = average(memory, "v", o.square().mean(dim=1, keepdim=True))
         normalized = o / (v.sqrt() + 1e-12)
-        return x + normalized * 0.2 * normalized.numel() ** 0.5 / torch.linalg.matrix_norm(normalized)
+        return x + normalized * 0.2 * normalized.numel() ** 0.5 / torch.linalg.matrix_norm(
+            normalized
+        )
 
     tx = mfx.chain(
         mfx.momentum(0.95, nesterov=False, dtype=None),
@@ -207,8 +221,13 @@ def test_cautious_decay_is_algorithm_1_of_its_paper():
 
 def test_independent_decay_does_not_know_the_learning_rate():
     decay = mfx.subtract_decayed_weights(DECAY)
-    follows(mfx.chain(mfx.scale_by_learning_rate(RATE), decay), lambda t, x, g, memory: x - RATE * g - DECAY * x)
-    follows(mfx.chain(mfx.scale_by_learning_rate(0.0), decay), lambda t, x, g, memory: (1 - DECAY) * x)
+    follows(
+        mfx.chain(mfx.scale_by_learning_rate(RATE), decay),
+        lambda t, x, g, memory: x - RATE * g - DECAY * x,
+    )
+    follows(
+        mfx.chain(mfx.scale_by_learning_rate(0.0), decay), lambda t, x, g, memory: (1 - DECAY) * x
+    )
 
 
 def test_decay_with_the_square_of_the_learning_rate_is_a_schedule_of_its_shape():

@@ -95,14 +95,23 @@ def rotate():
 @mfx.schedule
 def from_a_table():
     """A schedule of a user that creates a tensor without a device."""
-    return lambda count: torch.tensor([0.3, 0.2, 0.1], dtype=torch.float64)[count.long().clamp(max=2)]
+    return lambda count: torch.tensor([0.3, 0.2, 0.1], dtype=torch.float64)[
+        count.long().clamp(max=2)
+    ]
 
 
-OF_A_USER = [times_own_gram(), rotate(), mfx.chain(rotate(), times_own_gram()), mfx.accumulate(rotate(), 2)]
+OF_A_USER = [
+    times_own_gram(),
+    rotate(),
+    mfx.chain(rotate(), times_own_gram()),
+    mfx.accumulate(rotate(), 2),
+]
 
 
 @pytest.mark.parametrize("tx", OF_A_USER, ids=repr)
-@pytest.mark.parametrize("mode", ["autocast to bf16", "autocast to fp16", "inference mode", "no grad"])
+@pytest.mark.parametrize(
+    "mode", ["autocast to bf16", "autocast to fp16", "inference mode", "no grad"]
+)
 def test_a_transform_of_a_user_runs_outside_autocast(tx: mfx.Transform, mode: str):
     params, steps = kit.Example.of({"w": (9, 7), "v": (5, 6)}, steps=2)
     usual = bits(run(tx, params, steps))
@@ -126,7 +135,9 @@ def test_a_schedule_has_the_same_values_in_every_mode(mode: str):
     assert bits(results) == usual_updates
 
 
-def _trained(make: Callable[[torch.nn.Module], torch.optim.Optimizer], mode: Mode) -> list[torch.Tensor]:
+def _trained(
+    make: Callable[[torch.nn.Module], torch.optim.Optimizer], mode: Mode
+) -> list[torch.Tensor]:
     """Return the parameters of a small model after two steps of an optimizer that is made and run in a mode."""
     model = torch.nn.Sequential(*[torch.nn.Linear(6, 6, bias=False) for _ in range(3)])
     generator = torch.Generator().manual_seed(0)
@@ -172,6 +183,11 @@ print(tx.update(params, tx.init(params))[0]["w"].tolist())
 
 
 def test_an_import_under_other_defaults_changes_no_bit():
-    usual = IMPORT.replace('torch.device("meta")', 'torch.device("cpu")').replace("(torch.float64)", "(torch.float32)")
-    outputs = [subprocess.check_output([sys.executable, "-W", "ignore", "-c", text]) for text in (IMPORT, usual)]
+    usual = IMPORT.replace('torch.device("meta")', 'torch.device("cpu")').replace(
+        "(torch.float64)", "(torch.float32)"
+    )
+    outputs = [
+        subprocess.check_output([sys.executable, "-W", "ignore", "-c", text])
+        for text in (IMPORT, usual)
+    ]
     assert outputs[0] == outputs[1]

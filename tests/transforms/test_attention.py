@@ -20,7 +20,13 @@ from tests.processes import Here, on_ranks
 
 
 def whole_matrix(
-    q: Tensor, k: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float | None, enable_gqa: bool
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> Tensor:
     """The same by the matrix of all logits."""
     if enable_gqa:
@@ -47,7 +53,13 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     numbers = torch.randn(shape, generator=random, dtype=torch.float64)
     least = draw(st.sampled_from((-1e4, -9984.0, -65504.0, -1e9, torch.finfo(torch.float64).min)))
     least = least if kind == "least" else -math.inf
-    mask = None if kind == "none" else keeps if kind in ("bool", "one row") else numbers.masked_fill(~keeps, least)
+    mask = (
+        None
+        if kind == "none"
+        else keeps
+        if kind in ("bool", "one row")
+        else numbers.masked_fill(~keeps, least)
+    )
     return {
         "query": q,
         "key": k,
@@ -92,14 +104,16 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.inner(x)
-        return self.q_proj(x).unflatten(-1, (2, 2)).transpose(1, 2), self.k_proj(x).unflatten(-1, (2, 2)).transpose(
-            1, 2
-        )
+        return self.q_proj(x).unflatten(-1, (2, 2)).transpose(1, 2), self.k_proj(x).unflatten(
+            -1, (2, 2)
+        ).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.heads(x)
         if self.how == "torch":
-            return F.scaled_dot_product_attention(q, k, q, is_causal=True).transpose(1, 2).flatten(-2)
+            return (
+                F.scaled_dot_product_attention(q, k, q, is_causal=True).transpose(1, 2).flatten(-2)
+            )
         attention.record_max_logits(attention.max_logits(q, k))
         return ((q @ k.mT).softmax(-1) @ q).transpose(1, 2).flatten(-2)
 
@@ -133,7 +147,9 @@ def test_logits_are_collected_by_module_over_micro_batches(way: str):
     with attention.collect_max_logits(model) as logits:
         for x in batches:
             if way == "grad":
-                grads = torch.func.grad(loss)({name: leaf.detach() for name, leaf in params.items()}, x)
+                grads = torch.func.grad(loss)(
+                    {name: leaf.detach() for name, leaf in params.items()}, x
+                )
             elif way == "functional":
                 loss(params, x).backward()
             elif way == "no_grad":
@@ -148,7 +164,9 @@ def test_logits_are_collected_by_module_over_micro_batches(way: str):
         assert not found.requires_grad
         assert not is_wrapped(found)
     if way == "grad":
-        plain = torch.func.grad(loss)({name: leaf.detach() for name, leaf in params.items()}, batches[-1])
+        plain = torch.func.grad(loss)(
+            {name: leaf.detach() for name, leaf in params.items()}, batches[-1]
+        )
         assert all(torch.equal(plain[name], grads[name]) for name in plain)
     # Nothing is left behind: no hook, and no number of a pass outside.
     before = {name: own.clone() for name, own in logits.items()}
@@ -213,14 +231,19 @@ def _with_compiled(name: str) -> nn.Module:
     """Return a model with the modules "block.attn.inner" and "block.mlp", of which the named one is compiled."""
     attn = Attention()
     attn.inner = nn.Linear(4, 4)
-    model = nn.Sequential(OrderedDict(block=nn.Sequential(OrderedDict(attn=attn, mlp=nn.Linear(4, 4)))))
+    model = nn.Sequential(
+        OrderedDict(block=nn.Sequential(OrderedDict(attn=attn, mlp=nn.Linear(4, 4))))
+    )
     model.get_submodule(name).compile(backend="eager")
     return model
 
 
 @pytest.mark.parametrize("name", ["", "block", "block.attn", "block.attn.inner"])
 def test_compiled_attention_is_an_error(name: str):
-    with pytest.raises(ValueError, match=rf"'{name or 'the model'}' is compiled.*return muonfx.attention.max_logits"):
+    with pytest.raises(
+        ValueError,
+        match=rf"'{name or 'the model'}' is compiled.*return muonfx.attention.max_logits",
+    ):
         attention.collect_max_logits(_with_compiled(name), "*.attn").__enter__()
 
 
@@ -246,13 +269,19 @@ def test_max_logits_compile_in_one_graph():
 
 def test_what_cannot_be_seen_is_said():
     model = nn.ModuleDict({"attn": torch.compile(Attention(), backend="eager")})
-    with pytest.raises(ValueError, match=r"'attn' is compiled.*return muonfx\.attention\.max_logits"):
+    with pytest.raises(
+        ValueError, match=r"'attn' is compiled.*return muonfx\.attention\.max_logits"
+    ):
         attention.collect_max_logits(model).__enter__()
-    with pytest.raises(ValueError, match=r"key has 2 heads, expected 4 as in query.*enable_gqa=True"):
+    with pytest.raises(
+        ValueError, match=r"key has 2 heads, expected 4 as in query.*enable_gqa=True"
+    ):
         attention.max_logits(torch.ones(4, 3, 4), torch.ones(2, 3, 4))
     with pytest.raises(NotImplementedError, match=r"batched by torch.func.vmap"):
         torch.func.vmap(lambda x: attention.max_logits(x, x))(torch.ones(2, 2, 3, 4))
-    with pytest.raises(ValueError, match=r"found a tensor of shape \(2, 3\), expected shape \(heads,\)"):
+    with pytest.raises(
+        ValueError, match=r"found a tensor of shape \(2, 3\), expected shape \(heads,\)"
+    ):
         attention.record_max_logits(torch.ones(2, 3))
 
 
@@ -274,7 +303,9 @@ class Shape:
     def params(self, turn: int) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(turn)
         return {
-            f"h.0.attn.{name}.{what}": torch.randn(size, *inputs, generator=draw, dtype=torch.float64)
+            f"h.0.attn.{name}.{what}": torch.randn(
+                size, *inputs, generator=draw, dtype=torch.float64
+            )
             for name, size in self.sizes.items()
             for what, inputs in (("weight", (3,)), ("bias", ()))
         }
@@ -283,22 +314,32 @@ class Shape:
         """Of each head, the queries' products with its key, and of the rotary ones with a key that all share."""
         # a weight and its bias are a matrix of one column more
         whole = {
-            n: torch.cat([params[f"h.0.attn.{n}.weight"], params[f"h.0.attn.{n}.bias"][:, None]], 1) for n in self.sizes
+            n: torch.cat([params[f"h.0.attn.{n}.weight"], params[f"h.0.attn.{n}.bias"][:, None]], 1)
+            for n in self.sizes
         }
         group = self.heads.heads // self.heads.keys
         pairs = [
-            (whole[self.query[0]][q], whole[self.key[0]][self.key[1][h // group]]) for h, q in enumerate(self.query[1])
+            (whole[self.query[0]][q], whole[self.key[0]][self.key[1][h // group]])
+            for h, q in enumerate(self.query[1])
         ]
         plain = torch.stack([q.mT @ k for q, k in pairs])
         if self.rotary is None:
             return plain, None
         return plain, torch.stack(
-            [whole[self.query[0]][rows].mT @ shared[: rows.stop - rows.start] for rows in self.rotary]
+            [
+                whole[self.query[0]][rows].mT @ shared[: rows.stop - rows.start]
+                for rows in self.rotary
+            ]
         )
 
 
-def blocks(count: int, size: int, first: int = 0, last: int | None = None, start: int = 0) -> list[slice]:
-    return [slice(start + i * size + first, start + i * size + (size if last is None else last)) for i in range(count)]
+def blocks(
+    count: int, size: int, first: int = 0, last: int | None = None, start: int = 0
+) -> list[slice]:
+    return [
+        slice(start + i * size + first, start + i * size + (size if last is None else last))
+        for i in range(count)
+    ]
 
 
 def plain(keys: int, group: int, d: int) -> Shape:
@@ -315,7 +356,9 @@ def fused(keys: int, group: int, d: int) -> Shape:
 
 def by_head(keys: int, group: int, d: int) -> Shape:
     """Each head's query, key and value one behind the other."""
-    heads = mfx.AttentionHeads("*.attn", keys, query="qkv", key="qkv", query_dims=(0, d), key_dims=(d, 2 * d))
+    heads = mfx.AttentionHeads(
+        "*.attn", keys, query="qkv", key="qkv", query_dims=(0, d), key_dims=(d, 2 * d)
+    )
     rows = blocks(keys, 3 * d, 0, d), blocks(keys, 3 * d, d, 2 * d)
     return Shape(heads, {"qkv": 3 * keys * d}, ("qkv", rows[0]), ("qkv", rows[1]))
 
@@ -323,7 +366,13 @@ def by_head(keys: int, group: int, d: int) -> Shape:
 def latent(keys: int, group: int, d: int) -> Shape:
     """Multi-head latent attention: rotary parts with a shared key, and values in the same weight as the keys."""
     heads = mfx.AttentionHeads(
-        "*.attn", keys, query="q_b", key="kv_b", query_dims=(0, d), rotary_dims=(d, d + 2), key_dims=(0, d)
+        "*.attn",
+        keys,
+        query="q_b",
+        key="kv_b",
+        query_dims=(0, d),
+        rotary_dims=(d, d + 2),
+        key_dims=(0, d),
     )
     sizes = {"q_b": keys * (d + 2), "kv_b": keys * (d + 3)}
     query, key = blocks(keys, d + 2, 0, d), blocks(keys, d + 3, 0, d)
@@ -378,7 +427,9 @@ def test_query_and_key_share_the_factor_by_alpha(dtype: torch.dtype):
     params, updates = shape.params(0), shape.params(1)
     tx = mfx.qk_clip(shape.heads, TAU, alpha=0.25)
     logits = {"h.0.attn": torch.tensor([400.0, 1600.0]).to(dtype)}
-    new = mfx.apply_updates(params, tx.update(updates, tx.init(params), params, max_logits=logits)[0])
+    new = mfx.apply_updates(
+        params, tx.update(updates, tx.init(params), params, max_logits=logits)[0]
+    )
     old = mfx.apply_updates(params, updates)
     gamma = torch.tensor([0.25, 0.25, 0.0625, 0.0625], dtype=torch.float64)
     for name, share in (("q_proj", 0.25), ("k_proj", 0.75)):
@@ -387,10 +438,15 @@ def test_query_and_key_share_the_factor_by_alpha(dtype: torch.dtype):
 
 
 def test_narrow_weights_are_scaled_by_an_exact_factor():
-    params = {f"attn.{name}.weight": torch.tensor([[1.0, 5.0]], dtype=torch.bfloat16) for name in ("q_proj", "k_proj")}
+    params = {
+        f"attn.{name}.weight": torch.tensor([[1.0, 5.0]], dtype=torch.bfloat16)
+        for name in ("q_proj", "k_proj")
+    }
     updates = mfx.tree.map(torch.zeros_like, params)
     tx = mfx.qk_clip(mfx.AttentionHeads("attn", heads=1), TAU)
-    found, _ = tx.update(updates, tx.init(params), params, max_logits={"attn": torch.tensor([1.1 * TAU])})
+    found, _ = tx.update(
+        updates, tx.init(params), params, max_logits={"attn": torch.tensor([1.1 * TAU])}
+    )
     change = (1.1**-0.5 - 1) * torch.tensor([[1.0, 5.0]])
     assert all(torch.equal(update, change.bfloat16()) for update in found.values())
 
@@ -402,7 +458,9 @@ def test_logits_that_are_not_finite_clip_nothing(largest: float):
     infinite = {name: torch.full_like(param, torch.inf) for name, param in params.items()}
     tx = mfx.qk_clip(shape.heads)
     for weights in (params, infinite):
-        found, _ = tx.update(updates, tx.init(weights), weights, max_logits={"h.0.attn": torch.tensor([largest])})
+        found, _ = tx.update(
+            updates, tx.init(weights), weights, max_logits={"h.0.attn": torch.tensor([largest])}
+        )
         assert all(torch.equal(found[name], updates[name]) for name in updates)
 
 
@@ -436,7 +494,9 @@ def test_a_model_may_be_an_attention_module_itself(module: str):
     params = {"q_proj.weight": torch.ones(2, 1), "k_proj.weight": torch.ones(2, 1)}
     zeros = mfx.tree.map(torch.zeros_like, params)
     tx = mfx.qk_clip(mfx.AttentionHeads(module, heads=2), TAU)
-    found, _ = tx.update(zeros, tx.init(params), params, max_logits={"": torch.tensor([4 * TAU, 0.0])})
+    found, _ = tx.update(
+        zeros, tx.init(params), params, max_logits={"": torch.tensor([4 * TAU, 0.0])}
+    )
     assert all(update.tolist() == [[-0.5], [0.0]] for update in found.values())
 
 
@@ -452,7 +512,9 @@ def test_queries_and_keys_that_are_none_need_no_logits():
 
 def test_a_pattern_that_matches_nothing_is_an_error_that_suggests_names():
     tx = mfx.chain(mfx.momentum(), mfx.qk_clip(mfx.AttentionHeads("*.attn", 2, query="query_proj")))
-    with pytest.raises(ValueError, match=r"(?s)'\*\.attn\.query_proj\.weight'.*close: 'h.0.attn.q_proj"):
+    with pytest.raises(
+        ValueError, match=r"(?s)'\*\.attn\.query_proj\.weight'.*close: 'h.0.attn.q_proj"
+    ):
         tx.init(plain(2, 1, 2).params(0))
     with pytest.raises(ValueError, match="matches none of the 4 parameters"):
         mfx.TransformOptimizer(plain(2, 1, 2).params(0).items(), tx)
@@ -461,7 +523,10 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_suggests_names():
 @pytest.mark.parametrize(
     ("logits", "said"),
     [
-        ({}, r"\['h.0.attn'\] must be a real tensor of shape \(2,\), .*record_max_logits; found none"),
+        (
+            {},
+            r"\['h.0.attn'\] must be a real tensor of shape \(2,\), .*record_max_logits; found none",
+        ),
         ({"h.0.atn": torch.zeros(2)}, "did you mean 'h.0.atn'"),
         ({"h.0.attn": torch.zeros(3)}, r"shape \(2,\), .* found one of \(3,\)"),
         ({"h.0.attn": 3.0}, r"found 3\.0"),
@@ -488,7 +553,8 @@ def test_qk_clip_refuses_half_of_a_pair(seen: str, around: str):
     tx = mfx.masked(clip, is_seen)
     if around == "partition":
         tx = mfx.partition(
-            {"clip": clip, "rest": mfx.scale(1.0)}, {n: "clip" if own else "rest" for n, own in is_seen.items()}
+            {"clip": clip, "rest": mfx.scale(1.0)},
+            {n: "clip" if own else "rest" for n, own in is_seen.items()},
         )
     hidden = "k_proj" if seen == "q_proj" else "q_proj"
     message = rf"'h\.1\.attn\.{seen}\.weight' without the \w+ weights 'h\.1\.attn\.{hidden}'"
@@ -511,8 +577,13 @@ class Sharpened(nn.Module):
         self.q_proj, self.k_proj = (nn.Linear(width, width, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q_proj, self.k_proj))
-        return F.scaled_dot_product_attention(q, k, x[:, None, :, :1].expand(-1, self.heads, -1, -1))
+        q, k = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj)
+        )
+        return F.scaled_dot_product_attention(
+            q, k, x[:, None, :, :1].expand(-1, self.heads, -1, -1)
+        )
 
 
 def largest_logits(tau: float | None, steps: int = 300) -> list[float]:
@@ -522,7 +593,9 @@ def largest_logits(tau: float | None, steps: int = 300) -> list[float]:
     for param in model.parameters():
         param.data = torch.randn(param.shape, generator=draw, dtype=torch.float64) / 8
     x = F.normalize(torch.randn(4, 12, 16, generator=draw, dtype=torch.float64), dim=-1)
-    tx = mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(dtype=torch.float64), mfx.scale_by_learning_rate(0.15))
+    tx = mfx.chain(
+        mfx.momentum(0.9), mfx.orthogonalize(dtype=torch.float64), mfx.scale_by_learning_rate(0.15)
+    )
     if tau is not None:
         tx = mfx.chain(tx, mfx.qk_clip(mfx.AttentionHeads("attn", 2), tau))
     optimizer = mfx.TransformOptimizer(model, tx)
@@ -553,7 +626,10 @@ def test_the_largest_logits_of_all_ranks_have_one_value_in_full_precision(here: 
         "early": torch.tensor([-math.inf] if here.rank == 0 else [-5.0]),
     }
     found = attention.reduce_max_logits(logits, here.group)
-    assert {name: most.tolist() for name, most in found.items()} == {"early": [-5.0], "late": [fine, 3.0]}
+    assert {name: most.tolist() for name, most in found.items()} == {
+        "early": [-5.0],
+        "late": [fine, 3.0],
+    }
 
 
 def clipped_params(model: nn.Module, heads: Any, logits: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -570,7 +646,9 @@ def test_fused_biases_of_separate_weights_are_scaled_or_missed_with_an_error():
     nn.init.normal_(model["attn"].in_proj_bias)
     logits = {"attn": torch.tensor([4.0, 0.5])}
     weights = mfx.AttentionHeads("attn", 2)
-    with pytest.raises(ValueError, match=r"no AttentionHeads matches 'attn\.in_proj_bias'.*query=\"in_proj\""):
+    with pytest.raises(
+        ValueError, match=r"no AttentionHeads matches 'attn\.in_proj_bias'.*query=\"in_proj\""
+    ):
         clipped_params(model, weights, logits)
     both = (weights, mfx.AttentionHeads("attn", 2, query="in_proj", key="in_proj"))
     new, old = clipped_params(model, both, logits), dict(model.named_parameters())
@@ -589,7 +667,9 @@ def test_a_key_that_no_weight_projects_is_refused():
 
 
 def test_nested_sequences_are_refused_by_name():
-    sequences = torch.nested.nested_tensor([torch.ones(3, 2, 4), torch.ones(5, 2, 4)], layout=torch.jagged)
+    sequences = torch.nested.nested_tensor(
+        [torch.ones(3, 2, 4), torch.ones(5, 2, 4)], layout=torch.jagged
+    )
     heads = sequences.transpose(1, 2)
     with pytest.raises(NotImplementedError, match=r"found a nested tensor.*record_max_logits"):
         attention.max_logits(heads, heads)

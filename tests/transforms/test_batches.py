@@ -16,11 +16,18 @@ pytestmark = NO_MATCH
 SIDES = [(1, 7), (3, 5), (7, 16), (33, 20), (65, 129), (40, 40)]
 LARGE = [(260, 256), (64, 1100)]
 """Matrices of more than 65,536 elements, which are computed in place."""
-SETTINGS: list[dict[str, Any]] = [{}, {"dtype": torch.float32}, {"method": "gram"}, {"coefficients": "aol"}]
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"dtype": torch.float32},
+    {"method": "gram"},
+    {"coefficients": "aol"},
+]
 
 
 def _drawn(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +50,20 @@ def test_a_matrix_has_the_same_bits_alone_and_beside_others(
     tall = [_drawn((columns, rows), dtype, seed) for seed in range(2, 4)]
     transposed_view = _in_transposed_memory(tall[0])
     alone = [polar.orthogonalize(x, **settings) for x in (*wide, *tall)]
-    batches = [wide, tall, [wide[0], tall[0]], [tall[1], wide[1], tall[0], wide[0]], [transposed_view, tall[1]]]
-    expected = [alone[:2], alone[2:], [alone[0], alone[2]], [alone[3], alone[1], alone[2], alone[0]], alone[2:]]
+    batches = [
+        wide,
+        tall,
+        [wide[0], tall[0]],
+        [tall[1], wide[1], tall[0], wide[0]],
+        [transposed_view, tall[1]],
+    ]
+    expected = [
+        alone[:2],
+        alone[2:],
+        [alone[0], alone[2]],
+        [alone[3], alone[1], alone[2], alone[0]],
+        alone[2:],
+    ]
     for number, (batch, results) in enumerate(zip(batches, expected, strict=True)):
         for donate in (False, True):
             copies = [x.clone(memory_format=torch.preserve_format) for x in batch]
@@ -59,7 +78,8 @@ def test_a_matrix_has_the_same_bits_alone_and_beside_others(
 OF_MATRICES = [
     case
     for case in EVERY_CASE
-    if case.values[0].tx.locality is not mfx.Locality.TREE and case.values[0].name not in ("qk_clip", "muonclip")
+    if case.values[0].tx.locality is not mfx.Locality.TREE
+    and case.values[0].name not in ("qk_clip", "muonclip")
 ]
 
 
@@ -77,7 +97,9 @@ def test_the_update_of_a_leaf_has_the_same_bits_alone_and_beside_others(case: Ca
     together = case.run(params, steps)
     for name in shapes:
         for change in (torch.clone, _in_transposed_memory):
-            alone = case.run({name: change(params[name])}, [{name: change(grads[name])} for grads in steps])
+            alone = case.run(
+                {name: change(params[name])}, [{name: change(grads[name])} for grads in steps]
+            )
             for updates, expected in zip(alone, together, strict=True):
                 assert torch.equal(updates[name], expected[name]), (name, change.__name__)
 

@@ -58,7 +58,9 @@ def differences(function: Any, tx: mfx.Transform) -> dict[str, float]:
     found = {}
     for name, value in mfx.hyperparams(tx).items():
         step = 1e-6 * max(1.0, abs(float(value)))
-        up, down = (function(mfx.with_hyperparams(tx, {name: value + sign * step})) for sign in (1, -1))
+        up, down = (
+            function(mfx.with_hyperparams(tx, {name: value + sign * step})) for sign in (1, -1)
+        )
         found[name] = float(up - down) / (2 * step)
     return found
 
@@ -88,7 +90,9 @@ def test_grad_through_three_steps_by_the_initial_parameters():
     slope = torch.func.grad(after_training)(params["first"])
     direction = torch.randn(slope.shape, dtype=torch.float64)
     up, down = (after_training(params["first"] + sign * 1e-6 * direction) for sign in (1, -1))
-    assert float((slope * direction).sum()) == pytest.approx(float(up - down) / 2e-6, rel=1e-4, abs=1e-8)
+    assert float((slope * direction).sum()) == pytest.approx(
+        float(up - down) / 2e-6, rel=1e-4, abs=1e-8
+    )
 
 
 @pytest.mark.slow
@@ -138,8 +142,12 @@ def test_a_step_with_a_named_coefficient_set_and_its_gradient_compiles_once():
 
 def test_a_sweep_over_stacked_transforms_with_a_named_coefficient_set_compiles():
     params, loss, _ = regression()
-    chain = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float64), mfx.scale_by_learning_rate(0.1))
-    sweep = mfx.stack([chain, mfx.with_hyperparams(chain, {"scale_by_learning_rate.learning_rate": 0.2})])
+    chain = mfx.chain(
+        mfx.momentum(), mfx.orthogonalize(dtype=torch.float64), mfx.scale_by_learning_rate(0.1)
+    )
+    sweep = mfx.stack(
+        [chain, mfx.with_hyperparams(chain, {"scale_by_learning_rate.learning_rate": 0.2})]
+    )
 
     def step(tx: mfx.Transform, params: Any) -> Any:
         return tx.update(torch.func.grad(loss)(params), tx.init(params), params)[0]
@@ -155,17 +163,28 @@ def test_a_sweep_over_stacked_transforms_with_a_named_coefficient_set_compiles()
 @pytest.mark.slow
 def test_a_compiled_step_is_compiled_once_however_many_other_masks_there_are():
     tx = mfx.masked(mfx.momentum(0.9), mfx.routing.ndim(min=2))
-    others = [mfx.masked(mfx.identity(), lambda params, i=i: dict.fromkeys(params, i > 3)) for i in range(5000)]
+    others = [
+        mfx.masked(mfx.identity(), lambda params, i=i: dict.fromkeys(params, i > 3))
+        for i in range(5000)
+    ]
     for other in others:
         other.init({"w": torch.zeros(2)})
     kit.check_transform(tx, laws=["changing_a_number_does_not_recompile"], max_examples=5)
 
 
 def _is_exact(tx: mfx.Transform) -> bool:
-    return not any(isinstance(value, mfx.QuantizedDtype) for part in within(tx) for value in part.arguments.values())
+    return not any(
+        isinstance(value, mfx.QuantizedDtype)
+        for part in within(tx)
+        for value in part.arguments.values()
+    )
 
 
-READS_PARAMS = [pytest.param(case.values[0], id=case.id) for case in EVERY_CASE if case.values[0].tx.reads_params]
+READS_PARAMS = [
+    pytest.param(case.values[0], id=case.id)
+    for case in EVERY_CASE
+    if case.values[0].tx.reads_params
+]
 READS_PARAMS = [case for case in READS_PARAMS if _is_exact(case.values[0].tx)]
 
 
@@ -198,7 +217,9 @@ def test_derivatives_by_the_initial_parameters_equal_finite_differences(case: Ca
     expected = float(along(step) - along(-step)) / 2e-6
     assert float(torch.func.grad(along)(0 * step)) == pytest.approx(expected, rel=1e-5, abs=1e-7)
     start = (0 * step).requires_grad_()
-    assert float(torch.autograd.grad(along(start), start)[0]) == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert float(torch.autograd.grad(along(start), start)[0]) == pytest.approx(
+        expected, rel=1e-5, abs=1e-7
+    )
 
     distances = torch.tensor([-0.1, 0.0, 0.2], dtype=torch.float64)
     looped = torch.stack([along(distance) for distance in distances])
@@ -218,7 +239,9 @@ def test_forward_mode_differentiates_a_scalar_parameter_by_the_interpolation_of_
     b1 = torch.tensor(0.9, dtype=torch.float64)
     with without_torchs_own_warnings():
         tangent = torch.func.jvp(last, (b1,), (torch.ones_like(b1),))[1]
-    torch.testing.assert_close(tangent.double(), torch.func.grad(last)(b1).double(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        tangent.double(), torch.func.grad(last)(b1).double(), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_forward_mode_differentiates_the_momentum_of_a_scaled_scalar():

@@ -34,7 +34,10 @@ TWO_STEPS = FP32.replace(steps=2)
 TINY = {"block": 4, "min_size": 0}  # the leaves of examples have a few elements
 
 
-@mfx.transform(locality=lambda inner, logits: inner.locality, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
+@mfx.transform(
+    locality=lambda inner, logits: inner.locality,
+    combinator=mfx.core.Combinator(mfx.Locality.ELEMENT),
+)
 def given_logits(inner: mfx.Transform, logits: dict[str, torch.Tensor]):
     """Pass the attention logits that a transform requires, since the laws pass none."""
 
@@ -50,13 +53,22 @@ LOGITS = {
     for module, largest in (("a.attn", [400.0, 150.0]), ("cross", [1.0, 300.0]))
     for prefix in ("", "a.", "z.")  # some laws put trees into trees
 }
-SHAPES = {"a.attn.q_proj.weight": (4, 3), "a.attn.k_proj.weight": (2, 3), "cross.qkv.weight": (6, 3), "w": (2, 2)}
+SHAPES = {
+    "a.attn.q_proj.weight": (4, 3),
+    "a.attn.k_proj.weight": (2, 3),
+    "cross.qkv.weight": (6, 3),
+    "w": (2, 2),
+}
 
 
 @st.composite
 def attention_weights(draw: st.DrawFn) -> kit.Example:
     """Names that heads are found by, some without a gradient."""
-    shapes = SHAPES | {"a.attn.q_proj.bias": (4,), "cross.qkv.bias": (6,)} if draw(st.booleans()) else SHAPES
+    shapes = (
+        SHAPES | {"a.attn.q_proj.bias": (4,), "cross.qkv.bias": (6,)}
+        if draw(st.booleans())
+        else SHAPES
+    )
     drawn = kit.Example.of(
         shapes,
         steps=2,
@@ -64,7 +76,10 @@ def attention_weights(draw: st.DrawFn) -> kit.Example:
         seed=draw(st.integers(0, 99)),
     )
     absent = draw(st.sampled_from((None, "w", "cross.qkv.weight", "a.attn.k_proj.weight")))
-    steps = [{name: None if name == absent else leaf for name, leaf in grads.items()} for grads in drawn.steps]
+    steps = [
+        {name: None if name == absent else leaf for name, leaf in grads.items()}
+        for grads in drawn.steps
+    ]
     return kit.Example(drawn.params, steps)
 
 
@@ -79,17 +94,28 @@ CASES: dict[str, list[mfx.Transform]] = {
     ],
     "partition": [mfx.partition({"matrices": MOMENTUM, "rest": mfx.scale_by_adam()}, by_rank)],
     "masked": [mfx.masked(MOMENTUM, mfx.routing.ndim(min=2))],
-    "accumulate": [mfx.accumulate(MOMENTUM, 2), mfx.accumulate(mfx.scale_by_adam(), 3, mean=False, dtype=None)],
+    "accumulate": [
+        mfx.accumulate(MOMENTUM, 2),
+        mfx.accumulate(mfx.scale_by_adam(), 3, mean=False, dtype=None),
+    ],
     "add_decayed_weights": [
         mfx.add_decayed_weights(A_SCHEDULE, mask=mfx.routing.ndim(min=2)),
         mfx.add_decayed_weights(0.1, cautious=True),
     ],
-    "subtract_decayed_weights": [mfx.subtract_decayed_weights(A_SCHEDULE, mfx.routing.ndim(min=2), cautious=True)],
+    "subtract_decayed_weights": [
+        mfx.subtract_decayed_weights(A_SCHEDULE, mfx.routing.ndim(min=2), cautious=True)
+    ],
     "cautious": [mfx.cautious(MOMENTUM)],
     "add_updates": [mfx.add_updates(MOMENTUM, ("sign", mfx.scale_by_lion()), mfx.scale(0.5))],
-    "ema_nesterov": [mfx.contrib.ema_nesterov(), mfx.contrib.ema_nesterov(0.5, A_SCHEDULE, dtype=None)],
+    "ema_nesterov": [
+        mfx.contrib.ema_nesterov(),
+        mfx.contrib.ema_nesterov(0.5, A_SCHEDULE, dtype=None),
+    ],
     "floor_by_weight_norms": [mfx.contrib.floor_by_weight_norms(1e-3, view=STACKS)],
-    "radial_brake": [mfx.contrib.radial_brake(view=STACKS), mfx.contrib.radial_brake(0.0, A_SCHEDULE)],
+    "radial_brake": [
+        mfx.contrib.radial_brake(view=STACKS),
+        mfx.contrib.radial_brake(0.0, A_SCHEDULE),
+    ],
     "keep_weight_norms": [mfx.contrib.keep_weight_norms(dtype=None, view=STACKS)],
     "match_weight_norms": [mfx.contrib.match_weight_norms(view=STACKS)],
     "scale_by_dion": [
@@ -108,7 +134,10 @@ CASES: dict[str, list[mfx.Transform]] = {
     "clip_by_block_rms": [mfx.clip_by_block_rms(0.3)],
     "clip_by_global_norm": [mfx.clip_by_global_norm(A_SCHEDULE)],
     "clip_by_value": [mfx.clip_by_value(0.5)],
-    "ema_params": [mfx.ema_params(0.9), mfx.ema_params(0.5, dtype=mfx.int8(**TINY, code="dynamic", stochastic=True))],
+    "ema_params": [
+        mfx.ema_params(0.9),
+        mfx.ema_params(0.5, dtype=mfx.int8(**TINY, code="dynamic", stochastic=True)),
+    ],
     "master_params": [mfx.master_params(mfx.chain(MOMENTUM, mfx.scale(-0.1)))],
     "momentum": [
         mfx.momentum(0.5, nesterov=False, dtype=None),
@@ -127,7 +156,9 @@ CASES: dict[str, list[mfx.Transform]] = {
     ],
     "normalize_columns": [mfx.contrib.normalize_columns()],
     "normalize_leaves": [mfx.contrib.normalize_leaves()],
-    "normalize_matrices": [mfx.contrib.normalize_matrices(view=mfx.MatrixView("out ... -> (...) out"))],
+    "normalize_matrices": [
+        mfx.contrib.normalize_matrices(view=mfx.MatrixView("out ... -> (...) out"))
+    ],
     "normalize_rows": [mfx.contrib.normalize_rows(view=STACKS)],
     "normalize_neurons": [
         mfx.normalize_neurons(),
@@ -152,7 +183,10 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.contrib.scale_by_factored_rms(dtype=None),
     ],
     "scale_by_learning_rate": [mfx.scale_by_learning_rate(A_SCHEDULE)],
-    "scale_by_lion": [mfx.scale_by_lion(0.5, 0.5, mu_dtype=None), mfx.scale_by_lion(mu_dtype=mfx.int8(**TINY))],
+    "scale_by_lion": [
+        mfx.scale_by_lion(0.5, 0.5, mu_dtype=None),
+        mfx.scale_by_lion(mu_dtype=mfx.int8(**TINY)),
+    ],
     "scale_by_rms": [
         mfx.scale_by_rms(0.5, 1e-3, eps_in_sqrt=False, debias=True, nu_dtype=torch.bfloat16),
         mfx.scale_by_rms(nu_dtype=mfx.int8(**TINY)),
@@ -168,7 +202,9 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.contrib.scale_by_soap(factors="kl"),
     ],
     "scale_by_sign": [mfx.scale_by_sign()],
-    "skip_nonfinite": [mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale_by_adam()))],
+    "skip_nonfinite": [
+        mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale_by_adam()))
+    ],
     "sam": [mfx.contrib.sam(0.5, adaptive=True)],
     "scale_by_prodigy": [
         mfx.contrib.scale_by_prodigy(
@@ -179,7 +215,9 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.contrib.schedule_free(
             mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(A_SCHEDULE)), A_SCHEDULE
         ),
-        mfx.contrib.schedule_free(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)), 0.1, 1.0, dtype=None),
+        mfx.contrib.schedule_free(
+            mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)), 0.1, 1.0, dtype=None
+        ),
     ],
     "reduce_on_plateau": [with_value(mfx.contrib.reduce_on_plateau(0.5, 1, cooldown=1))],
     "adamw": [mfx.adamw(0.1)],
@@ -187,7 +225,9 @@ CASES: dict[str, list[mfx.Transform]] = {
     "muon": [mfx.muon(0.1, weight_decay=0.1, orthogonalize=TWO_STEPS)],
     "normuon": [mfx.normuon(A_SCHEDULE, orthogonalize=TWO_STEPS)],
     "muon_with_adamw": [
-        mfx.muon_with_adamw(0.1, A_SCHEDULE, orthogonalize=TWO_STEPS, labels=mfx.routing.default_labels_by_name),
+        mfx.muon_with_adamw(
+            0.1, A_SCHEDULE, orthogonalize=TWO_STEPS, labels=mfx.routing.default_labels_by_name
+        ),
         mfx.muon_with_adamw(0.1, RATES_BY_ROLE, orthogonalize=TWO_STEPS, labels=by_role),
     ],
 }
@@ -209,11 +249,17 @@ WITH_HEADS = {
 }
 
 # Recording a graph is quick, compiling one is not.
-COMPILED = [name for name in kit.LAWS if kit.LAWS[name].family == "compiling" and name != "traced_update_equals_eager"]
+COMPILED = [
+    name
+    for name in kit.LAWS
+    if kit.LAWS[name].family == "compiling" and name != "traced_update_equals_eager"
+]
 # The eigenvectors of a deficient matrix are those of its rounding.
 CHAOTIC = {
     "scale_by_soap": ["narrow_gradients_are_computed_in_wider_dtypes"],
-    "monitor": ["large_and_small_gradients_give_finite_updates"],  # the Gram matrix of its metric overflows
+    "monitor": [
+        "large_and_small_gradients_give_finite_updates"
+    ],  # the Gram matrix of its metric overflows
 }
 EXAMPLES = max(6, settings.default.max_examples // 10)
 LONG = {"scale_by_dion", "scale_by_dion2", "scale_by_shampoo", "scale_by_soap"}
@@ -252,7 +298,9 @@ def test_every_public_transform_can_be_drawn():
 
 
 def test_every_public_schedule_can_be_drawn():
-    factories = {name for name in schedules.__all__ if hasattr(getattr(schedules, name), "definition")}
+    factories = {
+        name for name in schedules.__all__ if hasattr(getattr(schedules, name), "definition")
+    }
     seen: set[str] = set()
 
     @given(st.lists(kit.schedules(), min_size=25, max_size=25))
@@ -292,7 +340,11 @@ ALWAYS_COMPILED = ("scale_by_adam", "accumulate")  # Muon itself: `test_settings
             name,
             tx,
             id=f"{name}-{i}",
-            marks=[pytest.mark.deep] if i else [] if name in ALWAYS_COMPILED else [pytest.mark.slow],
+            marks=[pytest.mark.deep]
+            if i
+            else []
+            if name in ALWAYS_COMPILED
+            else [pytest.mark.slow],
         )
         for name, cases in (CASES | {"qk_clip": [WITH_HEADS["qk_clip"]]}).items()
         for i, tx in enumerate(cases)
@@ -304,7 +356,9 @@ def test_every_transform_compiles(name: str, tx: mfx.Transform):
 
 def test_settings_by_name_compile():
     view = mfx.MatrixView({"k": STACK, "*qkv": "(part=3 out) in -> part out in"})
-    tx = mfx.muon(0.1, orthogonalize=mfx.orthogonalize(steps=1, view=view), mask=mfx.routing.path("*qkv"))
+    tx = mfx.muon(
+        0.1, orthogonalize=mfx.orthogonalize(steps=1, view=view), mask=mfx.routing.path("*qkv")
+    )
     example = kit.Example.of({"k": (2, 2, 3), "a.qkv": (6, 4)})
     kit.laws.compiled_update_equals_eager(tx, *example)
     kit.laws.compiled_update_takes_other_shapes(tx, *example)
@@ -323,7 +377,9 @@ ON_ANY_ARGUMENTS = [
 
 
 @given(kit.transforms(matrices=True), kit.params_and_grads(ranks=(2, 4)))
-def test_every_transform_obeys_the_plain_laws_for_any_arguments(tx: mfx.Transform, example: kit.Example):
+def test_every_transform_obeys_the_plain_laws_for_any_arguments(
+    tx: mfx.Transform, example: kit.Example
+):
     for name in ON_ANY_ARGUMENTS:
         kit.LAWS[name].check(tx, *example)
 
@@ -354,19 +410,25 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize(("factory", "argument"), PATTERNS)
-def test_a_pattern_that_matches_no_parameter_is_reported_at_init(factory: Callable[..., mfx.Transform], argument: str):
+def test_a_pattern_that_matches_no_parameter_is_reported_at_init(
+    factory: Callable[..., mfx.Transform], argument: str
+):
     parameters = inspect.signature(factory).parameters.values()
-    required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD} | (
-        {"labels"} & {p.name for p in parameters}
-    )
-    given = {name: REQUIRED[name] for name in required if name in REQUIRED} | {argument: TYPO[argument]}
+    required = {
+        p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+    } | ({"labels"} & {p.name for p in parameters})
+    given = {name: REQUIRED[name] for name in required if name in REQUIRED} | {
+        argument: TYPO[argument]
+    }
     given |= dict.fromkeys(required - given.keys(), 1.0)
     tx = factory(**given)
     if argument == "heads":
         with pytest.raises(ValueError, match=r"heads: 'typo\*.* matches none"):
             tx.init({"w": torch.ones(2, 2)})
     else:
-        with pytest.warns(UserWarning, match=rf"({argument}|view): 'typo\*' matches none") as caught:
+        with pytest.warns(
+            UserWarning, match=rf"({argument}|view): 'typo\*' matches none"
+        ) as caught:
             tx.init({"w": torch.ones(2, 2)})
         assert {found.filename for found in caught} == {__file__}
 
@@ -389,7 +451,9 @@ def test_the_extras_that_public_transforms_read_are_these():
 
 @pytest.mark.parametrize(("name", "extra"), WITH_EXTRAS)
 @pytest.mark.parametrize("wrong", ["no", 1j, torch.ones(2, dtype=torch.complex64)], ids=str)
-def test_an_extra_of_a_wrong_kind_is_named_before_anything_is_done(name: str, extra: str, wrong: Any):
+def test_an_extra_of_a_wrong_kind_is_named_before_anything_is_done(
+    name: str, extra: str, wrong: Any
+):
     tx = WITH_EXTRAS[name, extra]
     if not tx.children:
         tx = mfx.chain(mfx.scale_by_adam(), mfx.scale(-0.1), tx)
@@ -397,7 +461,9 @@ def test_an_extra_of_a_wrong_kind_is_named_before_anything_is_done(name: str, ex
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: .*\b{extra}\b"):
         tx.update(HEADS_PARAMS, state, HEADS_PARAMS, **{extra: wrong})
     live = {path: torch.nn.Parameter(leaf.clone()) for path, leaf in HEADS_PARAMS.items()}
-    optimizer = mfx.TransformOptimizer(live, mfx.chain(mfx.scale(-0.1), tx) if signs(tx) == {1} else tx)
+    optimizer = mfx.TransformOptimizer(
+        live, mfx.chain(mfx.scale(-0.1), tx) if signs(tx) == {1} else tx
+    )
     for param in live.values():
         param.grad = torch.ones_like(param)
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: .*\b{extra}\b"):
@@ -407,8 +473,16 @@ def test_an_extra_of_a_wrong_kind_is_named_before_anything_is_done(name: str, ex
 
 # ------------------------------------------------------------------------------------------------------ order
 
-EVERY = [pytest.param(tx, id=f"{name}-{place}") for name, cases in CASES.items() for place, tx in enumerate(cases)]
-GRADS = {"a.weight": torch.tensor([[1.0, -0.5, 0.25], [0.5, 2.0, -1.0], [-1.0, 0.75, 0.5], [0.3, -0.2, 1.5]])}
+EVERY = [
+    pytest.param(tx, id=f"{name}-{place}")
+    for name, cases in CASES.items()
+    for place, tx in enumerate(cases)
+]
+GRADS = {
+    "a.weight": torch.tensor(
+        [[1.0, -0.5, 0.25], [0.5, 2.0, -1.0], [-1.0, 0.75, 0.5], [0.3, -0.2, 1.5]]
+    )
+}
 
 
 def first_update(tx: mfx.Transform, size: float, params: float) -> torch.Tensor:
@@ -440,7 +514,9 @@ def test_a_transform_that_sets_the_size_of_updates_declares_it(tx: mfx.Transform
     if tx.position in ("turns", "either_sign"):
         return
     if tx.position == "sets_size":
-        torch.testing.assert_close(first_update(tx, 1e3, 1.0), first_update(tx, 4e3, 1.0), rtol=0.03, atol=0.03)
+        torch.testing.assert_close(
+            first_update(tx, 1e3, 1.0), first_update(tx, 4e3, 1.0), rtol=0.03, atol=0.03
+        )
     else:
         small, larger = first_update(tx, 0.01, 1.0), first_update(tx, 0.04, 1.0)
         assert not torch.allclose(small, larger, rtol=1e-3) or not (small.any() or larger.any())

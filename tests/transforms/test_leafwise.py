@@ -75,7 +75,11 @@ def gives_out_its_state(factor: float = 0.5):
     def step(u: mfx.Leaf, s: Any, p: mfx.Leaf):
         return s["kept"], {"kept": s["kept"], "sum": (s["sum"] + u) * factor, "param": p}
 
-    return {"kept": mfx.Slot(None, start="params"), "sum": mfx.Slot(None), "param": mfx.Slot(None)}, step
+    return {
+        "kept": mfx.Slot(None, start="params"),
+        "sum": mfx.Slot(None),
+        "param": mfx.Slot(None),
+    }, step
 
 
 @mfx.leafwise
@@ -144,7 +148,9 @@ def test_any_step_obeys_every_law(tx: mfx.Transform):
     assert len(report.held) >= 20
 
 
-@pytest.mark.parametrize("tx", [rms_scaled(), functions_of_torch(), by_a_norm_over_all_leaves()], ids=repr)
+@pytest.mark.parametrize(
+    "tx", [rms_scaled(), functions_of_torch(), by_a_norm_over_all_leaves()], ids=repr
+)
 def test_a_step_compiles_into_one_graph(tx: mfx.Transform):
     kit.check_transform(tx, laws=["compiled_update_equals_eager"], max_examples=5)
 
@@ -198,16 +204,25 @@ def test_a_saved_step_runs_in_transforms_of_torch_func_and_on_donated_tensors():
     eager = tx.update({"w": torch.ones(2)}, ())[0]["w"]
     batched = torch.func.vmap(lambda u: tx.update({"w": u}, ())[0]["w"])(torch.ones(3, 2))
     gradient = torch.func.grad(lambda u: tx.update({"w": u}, ())[0]["w"].sum())(torch.ones(2))
-    compiled = torch.compile(lambda u: tx.update({"w": u}, ())[0]["w"], fullgraph=True, backend="eager")(torch.ones(2))
+    compiled = torch.compile(
+        lambda u: tx.update({"w": u}, ())[0]["w"], fullgraph=True, backend="eager"
+    )(torch.ones(2))
     donated = tx.update({"w": torch.ones(2)}, (), donate=True)[0]["w"]
     assert batched.tolist() == [eager.tolist()] * 3
     assert gradient.tolist() == [2.0, 2.0]
-    assert compiled.tolist() == donated.tolist() == tx.update({"w": torch.ones(2)}, ())[0]["w"].tolist()
+    assert (
+        compiled.tolist()
+        == donated.tolist()
+        == tx.update({"w": torch.ones(2)}, ())[0]["w"].tolist()
+    )
 
 
 def test_a_sum_over_leaves_skips_gradients_of_none_and_is_a_plain_sum():
     grads = {"a": torch.tensor([3.0, 0.0]), "b": None, "c": torch.tensor(4.0)}
-    tx, params = by_a_norm_over_all_leaves(0.0), {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(())}
+    tx, params = (
+        by_a_norm_over_all_leaves(0.0),
+        {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(())},
+    )
     updates, state = tx.update(grads, tx.init(params), params)
     assert tx.locality is mfx.Locality.TREE
     assert state["largest"].dtype == torch.float64
@@ -223,13 +238,20 @@ def test_values_that_a_sum_has_computed_are_not_computed_again():
     with Calls() as calls:
         tx.update(params, state, params)
     assert (
-        sum(number for name, number in calls.found.items() if "foreach_addcmul" in name or "foreach_add." in name) == 1
+        sum(
+            number
+            for name, number in calls.found.items()
+            if "foreach_addcmul" in name or "foreach_add." in name
+        )
+        == 1
     )
 
 
 def test_a_sum_of_values_with_the_shapes_of_leaves_is_an_error():
     tx = made(lambda u, s, *, sum_over_leaves: (u * sum_over_leaves(u * u), s))
-    with pytest.raises(ValueError, match="found a value with the shapes of the leaves: reduce it first"):
+    with pytest.raises(
+        ValueError, match="found a value with the shapes of the leaves: reduce it first"
+    ):
         tx.update(GRADS, ())
     tx = made(lambda u, s, *, sum_over_leaves: (u * sum_over_leaves(1.0), s))
     with pytest.raises(TypeError, match="sum_over_leaves adds up a value of each leaf"):
@@ -330,15 +352,47 @@ def made(step: Any, state: Any = (), **options: Any) -> mfx.Transform:
 @pytest.mark.parametrize(
     ("step", "state", "message"),
     [
-        (lambda u, s: (torch.ones(2), s), (), "bad: the step returns an update of type Tensor, not one made of"),
+        (
+            lambda u, s: (torch.ones(2), s),
+            (),
+            "bad: the step returns an update of type Tensor, not one made of",
+        ),
         (lambda u, s: u, (), r"bad: the step must return \(update, state\), found a Leaf"),
-        (lambda u, s: (u, (1.0,)), (mfx.Slot(),), r"returns a float for '0' of its state, declared as Slot"),
-        (lambda u, s: (u, (u,)), (mfx.StepCount(),), r"returns a Leaf for '0' of its state, declared as StepCount"),
-        (lambda u, s: (u, s), {"n": mfx.StepCount()}, r"returns the count 'n' of its state unchanged.*the count \+ 1"),
-        (lambda u, s: (u, {"a": u}), (mfx.Slot(),), "bad: the step returns another state than declared.*tuple"),
-        (lambda u, s: (u, s), (1.0,), "bad: a leafwise .* a state of Slot and StepCount and Number, found 1.0 at '0'"),
-        (lambda u, s: (u, s), {"p": mfx.Slot(start="params")}, "'p' starts at the parameters declares reads_params"),
-        (lambda u, s, p: (u, s), (), r"bad: a leafwise .* step takes three .*\(u, s, p\), declares reads_params=True"),
+        (
+            lambda u, s: (u, (1.0,)),
+            (mfx.Slot(),),
+            r"returns a float for '0' of its state, declared as Slot",
+        ),
+        (
+            lambda u, s: (u, (u,)),
+            (mfx.StepCount(),),
+            r"returns a Leaf for '0' of its state, declared as StepCount",
+        ),
+        (
+            lambda u, s: (u, s),
+            {"n": mfx.StepCount()},
+            r"returns the count 'n' of its state unchanged.*the count \+ 1",
+        ),
+        (
+            lambda u, s: (u, {"a": u}),
+            (mfx.Slot(),),
+            "bad: the step returns another state than declared.*tuple",
+        ),
+        (
+            lambda u, s: (u, s),
+            (1.0,),
+            "bad: a leafwise .* a state of Slot and StepCount and Number, found 1.0 at '0'",
+        ),
+        (
+            lambda u, s: (u, s),
+            {"p": mfx.Slot(start="params")},
+            "'p' starts at the parameters declares reads_params",
+        ),
+        (
+            lambda u, s, p: (u, s),
+            (),
+            r"bad: a leafwise .* step takes three .*\(u, s, p\), declares reads_params=True",
+        ),
         (None, (), "bad: a leafwise constructor returns a state and a step, found"),
     ],
 )
@@ -375,16 +429,23 @@ def test_a_step_that_reads_parameters_asks_for_them():
     tx = made(lambda u, s, p: (u + p, s), reads_params=True)
     assert tx.reads_params
     assert not made(lambda u, s: (u, s)).reads_params
-    with pytest.raises(ValueError, match=r"bad needs the parameters: call update\(updates, state, params\)"):
+    with pytest.raises(
+        ValueError, match=r"bad needs the parameters: call update\(updates, state, params\)"
+    ):
         tx.update(GRADS, ())
 
 
 @pytest.mark.parametrize("step", [lambda u, s: (u, s), lambda u: (u, ())])
 def test_a_step_without_an_argument_for_the_parameters_is_refused(step: Any):
-    message = r"bad: a leafwise constructor with reads_params=True returns a step of three .*, found \(u"
+    message = (
+        r"bad: a leafwise constructor with reads_params=True returns a step of three .*, found \(u"
+    )
     with pytest.raises(TypeError, match=message):
         made(step, reads_params=True)
-    assert made(lambda *operands: operands[:2], reads_params=True).update(GRADS, (), GRADS) == (GRADS, ())
+    assert made(lambda *operands: operands[:2], reads_params=True).update(GRADS, (), GRADS) == (
+        GRADS,
+        (),
+    )
 
 
 def test_a_step_may_read_parameters_as_they_will_be():
@@ -393,7 +454,9 @@ def test_a_step_may_read_parameters_as_they_will_be():
     updates = {"w": torch.tensor([1e-3, 0.5])}
     found = tx.update(updates, (), params)[0]["w"]
     assert torch.equal(found, mfx.apply_updates(params, updates)["w"].float())
-    with pytest.raises(TypeError, match="reads_params must be True, False or \"updated\", found 'after'"):
+    with pytest.raises(
+        TypeError, match="reads_params must be True, False or \"updated\", found 'after'"
+    ):
         made(lambda u, s, p: (p, s), reads_params="after")
 
 
@@ -426,11 +489,15 @@ Expression = tuple[Any, ...]
 
 def expressions(depth: int) -> st.SearchStrategy[Expression]:
     """Expressions of `u`, `p` and numbers."""
-    atom = st.one_of(st.sampled_from([("u",), ("p",)]), st.sampled_from(NUMBERS).map(lambda x: ("number", x)))
+    atom = st.one_of(
+        st.sampled_from([("u",), ("p",)]), st.sampled_from(NUMBERS).map(lambda x: ("number", x))
+    )
     if depth == 0:
         return atom
     inner = expressions(depth - 1)
-    binary = st.tuples(st.sampled_from(ARITHMETIC + LOGIC + COMPARISONS + tuple(FUNCTIONS)), inner, inner)
+    binary = st.tuples(
+        st.sampled_from(ARITHMETIC + LOGIC + COMPARISONS + tuple(FUNCTIONS)), inner, inner
+    )
     return st.one_of(atom, st.tuples(st.sampled_from(UNARY), inner), binary)
 
 
@@ -453,7 +520,9 @@ def computed(expression: Any):
     return mfx.core.EmptyState(), step
 
 
-def drawn(dtypes: tuple[torch.dtype, ...], seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def drawn(
+    dtypes: tuple[torch.dtype, ...], seed: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Updates and parameters of some dtypes, with zeros, equal elements and small integers among them."""
     generator = torch.Generator().manual_seed(seed)
     made = [
@@ -482,7 +551,11 @@ def test_a_step_is_what_the_operators_of_tensors_are(
         wide = torch.promote_types(u.dtype, torch.float32)
         try:
             made = value(expression, u.to(wide), params[name].to(wide))
-        except (RuntimeError, TypeError, AttributeError):  # an operator that these tensors or numbers have not
+        except (
+            RuntimeError,
+            TypeError,
+            AttributeError,
+        ):  # an operator that these tensors or numbers have not
             return
         except ArithmeticError:  # an operator between two plain numbers, such as a division by zero
             return
@@ -492,7 +565,11 @@ def test_a_step_is_what_the_operators_of_tensors_are(
     found, _ = computed(expression).update(updates, mfx.core.EmptyState(), params, donate=donate)
     for name, own in expected.items():
         torch.testing.assert_close(
-            found[name], own, rtol=1e-5 if own.dtype.itemsize > 2 else 1e-2, atol=1e-6, equal_nan=True
+            found[name],
+            own,
+            rtol=1e-5 if own.dtype.itemsize > 2 else 1e-2,
+            atol=1e-6,
+            equal_nan=True,
         )
 
 
@@ -537,7 +614,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "float": (lambda u: float(u), ONLY_VALUES),
     "range": (lambda u: range(u), ONLY_VALUES),
     "shape": (lambda u: u.shape, "has no shape; write the transform with muonfx.transform"),
-    "numel": (lambda u: u / u.numel(), "numel of a leaf is int, and a step works with tensors only; write the"),
+    "numel": (
+        lambda u: u / u.numel(),
+        "numel of a leaf is int, and a step works with tensors only; write the",
+    ),
     "item": (lambda u: u.sum().item(), "item of a leaf is float"),
     "equal to None": (lambda u: u == None, "eq of a leaf is bool"),  # noqa: E711
     "mul_": (lambda u: u.mul_(2.0), "mul_ writes in place; use mul"),
@@ -545,7 +625,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "inplace=True": (lambda u: torch.nn.functional.elu(u, inplace=True), "elu writes in place"),
     "out=": (lambda u: torch.add(u, u, out=u), "add writes in place"),
     "add_ to a tensor": (lambda u: torch.zeros(3).add_(u), "add_ writes in place"),
-    "assignment to a tensor": (lambda u: operator.setitem(torch.zeros(3), 0, u), "__setitem__ writes in place"),
+    "assignment to a tensor": (
+        lambda u: operator.setitem(torch.zeros(3), 0, u),
+        "__setitem__ writes in place",
+    ),
 }
 
 
@@ -564,19 +647,31 @@ def test_what_a_leaf_cannot_do_is_an_error_by_name(name: str):
 @pytest.mark.parametrize(
     ("error", "message", "update", "kept"),
     [
-        (ValueError, r"update of shape \(\) for 'b', expected its shape \(3,\)", lambda u: u.sum(), None),
+        (
+            ValueError,
+            r"update of shape \(\) for 'b', expected its shape \(3,\)",
+            lambda u: u.sum(),
+            None,
+        ),
         (
             ValueError,
             r"state of shape \(1, 3\) for 'b', expected its shape \(3,\)",
             None,
             lambda u: u[None] if isinstance(u, Tensor) else u.unsqueeze(0),
         ),
-        (TypeError, "update of torch.complex64 for 'b', expected real numbers", lambda u: u * 1j, None),
+        (
+            TypeError,
+            "update of torch.complex64 for 'b', expected real numbers",
+            lambda u: u * 1j,
+            None,
+        ),
         (TypeError, "state of torch.complex64 for 'b'", None, lambda u: torch.complex(u, u)),
     ],
 )
 @pytest.mark.parametrize("donate", [False, True])
-def test_another_shape_or_complex_numbers_are_an_error(error: Any, message: str, update: Any, kept: Any, donate: bool):
+def test_another_shape_or_complex_numbers_are_an_error(
+    error: Any, message: str, update: Any, kept: Any, donate: bool
+):
     @mfx.leafwise
     def wrong():
         def step(u: mfx.Leaf, s: Any):
@@ -601,7 +696,9 @@ def tanh_of_quotient(temperature: float = 2.0):
 
 
 @given(value=st.floats(-3, 3, width=32), temperature=st.floats(0.125, 3))
-def test_a_0d_leaf_has_the_bits_of_a_vector_with_a_number_in_a_tensor(value: float, temperature: float) -> None:
+def test_a_0d_leaf_has_the_bits_of_a_vector_with_a_number_in_a_tensor(
+    value: float, temperature: float
+) -> None:
     # Torch would compute a 0-d fp32 leaf and a 0-d fp64 number in fp64.
     leaf = torch.tensor(value)
     results: list[float] = []

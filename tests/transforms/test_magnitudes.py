@@ -50,7 +50,9 @@ def test_gradients_of_any_size_give_finite_updates_that_are_not_zero(case: Case)
                 assert update.any() or not expected[name].any(), (exponent, name)
 
 
-@pytest.mark.parametrize("tx", [mfx.normalize_neurons(eps=0.0), mfx.contrib.scale_by_namo(mfx.identity(), eps=0.0)])
+@pytest.mark.parametrize(
+    "tx", [mfx.normalize_neurons(eps=0.0), mfx.contrib.scale_by_namo(mfx.identity(), eps=0.0)]
+)
 def test_zeros_stay_zeros_without_eps(tx: mfx.Transform):
     grads = {"rows": torch.tensor([[3.0, 4.0], [0.0, 0.0]]), "zeros": torch.zeros(2, 3)}
     updates, _ = tx.update(grads, tx.init(grads))
@@ -61,7 +63,10 @@ def test_zeros_stay_zeros_without_eps(tx: mfx.Transform):
 
 @pytest.mark.parametrize(
     ("tx", "sign"),
-    [(mfx.add_decayed_weights(0.1, cautious=True), -1), (mfx.subtract_decayed_weights(0.1, cautious=True), 1)],
+    [
+        (mfx.add_decayed_weights(0.1, cautious=True), -1),
+        (mfx.subtract_decayed_weights(0.1, cautious=True), 1),
+    ],
 )
 def test_cautious_decay_does_not_oppose_tiny_updates(tx: mfx.Transform, sign: int):
     params = {"w": torch.tensor([1e-30, -1e-30])}

@@ -20,7 +20,9 @@ EXACT = {"dtype": torch.float64, "coefficients": "quintic"}
 
 TAKE_BLOCKS = {
     "orthogonalize": lambda **kw: mfx.orthogonalize(**EXACT, **kw),
-    "row-scaled orthogonalize": lambda **kw: mfx.orthogonalize(dtype=torch.float64, coefficients="aol", **kw),
+    "row-scaled orthogonalize": lambda **kw: mfx.orthogonalize(
+        dtype=torch.float64, coefficients="aol", **kw
+    ),
     "normalize_neurons": lambda **kw: mfx.normalize_neurons(0.5, dtype=torch.float64, **kw),
     "scale_by_shape": lambda **kw: mfx.scale_by_shape("original", **kw),
     "keep_weight_norms": lambda **kw: mfx.contrib.keep_weight_norms(dtype=torch.float64, **kw),
@@ -31,7 +33,9 @@ TAKE_BLOCKS = {
     "scale_by_soap": lambda **kw: mfx.contrib.scale_by_soap(max_precondition_size=5, **kw),
     "scale_by_dion2": lambda **kw: mfx.contrib.scale_by_dion2(2, coefficients="quintic", **kw),
     "scale_by_dion": lambda **kw: mfx.contrib.scale_by_dion(2, dtype=torch.float64, **kw),
-    "scale_by_dual_norm": lambda **kw: mfx.contrib.scale_by_dual_norm(mfx.orthogonalize(**EXACT, **kw), **kw),
+    "scale_by_dual_norm": lambda **kw: mfx.contrib.scale_by_dual_norm(
+        mfx.orthogonalize(**EXACT, **kw), **kw
+    ),
     "scale_by_namo": lambda **kw: mfx.contrib.scale_by_namo(mfx.orthogonalize(**EXACT, **kw), **kw),
     "normalize_rows": mfx.contrib.normalize_rows,
     "normalize_columns": mfx.contrib.normalize_columns,
@@ -50,10 +54,19 @@ def fuse(values: dict[str, Tensor], axis: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", TAKE_BLOCKS)
-@given(st.integers(0, 99), st.sampled_from([(4, 4, 4), (6, 3, 2)]), st.booleans(), st.sampled_from((-2, -1)))
-def test_parts_are_as_separate_parameters(name: str, seed: int, sizes: Any, counted: bool, axis: int):
+@given(
+    st.integers(0, 99),
+    st.sampled_from([(4, 4, 4), (6, 3, 2)]),
+    st.booleans(),
+    st.sampled_from((-2, -1)),
+)
+def test_parts_are_as_separate_parameters(
+    name: str, seed: int, sizes: Any, counted: bool, axis: int
+):
     make = TAKE_BLOCKS[name]
-    shapes = {n: (size, 5) if axis == -2 else (5, size) for n, size in zip("qkv", sizes, strict=True)} | {"out": (5, 5)}
+    shapes = {
+        n: (size, 5) if axis == -2 else (5, size) for n, size in zip("qkv", sizes, strict=True)
+    } | {"out": (5, 5)}
     params, steps = kit.Example.of(shapes, steps=3, dtype=torch.float64, seed=seed)
     apart = updates_of(make(), params, steps)
     is_batch = counted and len(set(sizes)) == 1
@@ -62,7 +75,9 @@ def test_parts_are_as_separate_parameters(name: str, seed: int, sizes: Any, coun
     sides = "{} in" if axis == -2 else "out {}"
     right = ", ".join("part " * is_batch + sides.format(result) for result in results)
     view = mfx.MatrixView({"*.qkv": f"{sides.format(parts)} -> {right}"})
-    together = updates_of(make(view=view), fuse(params, axis), [fuse(grads, axis) for grads in steps])
+    together = updates_of(
+        make(view=view), fuse(params, axis), [fuse(grads, axis) for grads in steps]
+    )
     for step, (mine, expected) in enumerate(zip(together, apart, strict=True)):
         for leaf, want in fuse(expected, axis).items():
             assert is_close(mine[leaf], want, 1e-12), (step, leaf)
@@ -83,7 +98,9 @@ def test_neurons_of_the_longer_side_are_those_of_the_transpose(seed: int):
     params, steps = kit.Example.of(shapes, steps=3, dtype=torch.float64, seed=seed)
     turned, *turned_steps = ({**values, "wide": values["wide"].mT} for values in (params, *steps))
     longer = updates_of(mfx.normalize_neurons(axis="longer"), params, steps)
-    for mine, rows in zip(longer, updates_of(mfx.normalize_neurons(), turned, turned_steps), strict=True):
+    for mine, rows in zip(
+        longer, updates_of(mfx.normalize_neurons(), turned, turned_steps), strict=True
+    ):
         assert is_close(mine["wide"], rows["wide"].mT, 1e-12)
         assert all(torch.equal(mine[name], rows[name]) for name in ("tall", "square"))
 
@@ -91,10 +108,14 @@ def test_neurons_of_the_longer_side_are_those_of_the_transpose(seed: int):
 def test_a_step_that_builds_its_transforms_again_compiles_with_a_view():
     view = mfx.MatrixView({"qkv": "... (part=2 out) in -> ... part out in", "*": STACK})
     table = torch.tensor(mfx.polar.coefficients("keller").steps)
-    tx = mfx.chain(mfx.orthogonalize(view=view, coefficients=table), mfx.normalize_neurons(view=view))
+    tx = mfx.chain(
+        mfx.orthogonalize(view=view, coefficients=table), mfx.normalize_neurons(view=view)
+    )
     grads = {"qkv": torch.randn(4, 3), "out": torch.randn(3, 3)}
     torch.compiler.reset()
-    compiled = torch.compile(lambda tx, grads, state: tx.update(grads, state)[0], fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda tx, grads, state: tx.update(grads, state)[0], fullgraph=True, backend="eager"
+    )
     found = compiled(mfx.as_tensors(tx), grads, tx.init(grads))
     torch.testing.assert_close(found, tx.update(grads, tx.init(grads))[0])
 
@@ -146,7 +167,10 @@ def returns_its_inputs(*, view: mfx.MatrixView = VIEW):
     def step(u: Tensor, s: dict[str, Tensor], p: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return u, s
 
-    return {"first": mfx.Slot(start="params"), "norm": mfx.MatrixSlot(lambda m: m.square().sum((-2, -1), True))}, step
+    return {
+        "first": mfx.Slot(start="params"),
+        "norm": mfx.MatrixSlot(lambda m: m.square().sum((-2, -1), True)),
+    }, step
 
 
 @mfx.matrixwise
@@ -173,18 +197,28 @@ def test_a_step_that_returns_no_state_is_an_error_that_says_so():
 
     params = {"w": torch.zeros(2, 2)}
     tx = without_state()
-    with pytest.raises(TypeError, match=r"without_state: the step must return \(update, state\), found a Tensor"):
+    with pytest.raises(
+        TypeError, match=r"without_state: the step must return \(update, state\), found a Tensor"
+    ):
         tx.update(params, tx.init(params), params)
 
 
 @pytest.mark.parametrize(
     "tx",
-    [with_both_slots(), returns_its_inputs(view=mfx.MatrixView(STACK)), returns_its_state_as_update()],
+    [
+        with_both_slots(),
+        returns_its_inputs(view=mfx.MatrixView(STACK)),
+        returns_its_state_as_update(),
+    ],
     ids=str,
 )
 def test_a_transform_of_ones_own_obeys_the_laws(tx: mfx.Transform):
-    skip = ["large_and_small_gradients_give_finite_updates"]  # `with_both_slots` squares 1e-18 in fp32
-    if tx.name == "with_both_slots":  # its updates are third powers of gradients: 1e-9 is 0 in float16
+    skip = [
+        "large_and_small_gradients_give_finite_updates"
+    ]  # `with_both_slots` squares 1e-18 in fp32
+    if (
+        tx.name == "with_both_slots"
+    ):  # its updates are third powers of gradients: 1e-9 is 0 in float16
         skip.append("narrow_gradients_are_computed_in_wider_dtypes")
     kit.check_transform(tx, max_examples=5, skip=skip)
 
@@ -192,7 +226,10 @@ def test_a_transform_of_ones_own_obeys_the_laws(tx: mfx.Transform):
 def test_blocks_of_any_sizes_have_the_state_that_they_have_as_parameters():
     torch.manual_seed(0)
     grads = [{"a": torch.randn(2, 5), "b": torch.randn(7, 5)} for _ in range(3)]
-    apart, whole = with_both_slots(), with_both_slots(view=mfx.MatrixView("(a=2 + b=7) in -> a in, b in"))
+    apart, whole = (
+        with_both_slots(),
+        with_both_slots(view=mfx.MatrixView("(a=2 + b=7) in -> a in, b in")),
+    )
     state, joined = apart.init(grads[0]), whole.init({"w": torch.zeros(9, 5)})
     for step in grads:
         updates, state = apart.update(step, state)
@@ -205,12 +242,26 @@ def test_blocks_of_any_sizes_have_the_state_that_they_have_as_parameters():
     ("returned", "error", "said"),
     [
         (mfx.core.EmptyState(), TypeError, "returns a state and a step, found EmptyState"),
-        ((mfx.core.EmptyState(), lambda u, s, p: (u, s)), TypeError, "step takes three .* declares reads_params=True"),
-        (({"n": 3}, lambda u, s: (u, s)), TypeError, "returns a state of Slot and MatrixSlot, found 3 at 'n'"),
-        ((mfx.core.EmptyState(), lambda u, s: (u.sum(), s)), ValueError, r"returns shape \(\), expected \(1, 2, 2\)"),
+        (
+            (mfx.core.EmptyState(), lambda u, s, p: (u, s)),
+            TypeError,
+            "step takes three .* declares reads_params=True",
+        ),
+        (
+            ({"n": 3}, lambda u, s: (u, s)),
+            TypeError,
+            "returns a state of Slot and MatrixSlot, found 3 at 'n'",
+        ),
+        (
+            (mfx.core.EmptyState(), lambda u, s: (u.sum(), s)),
+            ValueError,
+            r"returns shape \(\), expected \(1, 2, 2\)",
+        ),
     ],
 )
-def test_a_constructor_or_step_of_another_form_is_refused(returned: Any, error: type[Exception], said: str):
+def test_a_constructor_or_step_of_another_form_is_refused(
+    returned: Any, error: type[Exception], said: str
+):
     @mfx.matrixwise
     def odd(*, view: mfx.MatrixView = VIEW):
         return returned
@@ -225,12 +276,17 @@ def test_a_view_that_may_be_passed_by_position_is_refused():
     def centered(view: mfx.MatrixView = whole) -> Any:
         return mfx.core.EmptyState(), lambda u, s: (u, s)
 
-    with pytest.raises(TypeError, match=r"argument view of centered .*by position, expected .*: write \*, view: Mat"):
+    with pytest.raises(
+        TypeError,
+        match=r"argument view of centered .*by position, expected .*: write \*, view: Mat",
+    ):
         mfx.matrixwise(centered)
 
 
 def test_a_constructor_without_a_view_is_refused():
-    with pytest.raises(TypeError, match="no argument view; give it a keyword argument view: MatrixView"):
+    with pytest.raises(
+        TypeError, match="no argument view; give it a keyword argument view: MatrixView"
+    ):
 
         @mfx.matrixwise
         def blind():
@@ -253,15 +309,22 @@ EACH: dict[str, Any] = BY_MATRIX | {
 
 def drawn(seed: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    drawn = {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in SHAPES.items()}
-    return {name: (64 * leaf).round() / 64 for name, leaf in drawn.items()}  # so that 2**-120 times it is exact in fp32
+    drawn = {
+        name: torch.randn(shape, generator=draw, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
+    return {
+        name: (64 * leaf).round() / 64 for name, leaf in drawn.items()
+    }  # so that 2**-120 times it is exact in fp32
 
 
 def matrices(seed: int) -> dict[str, Tensor]:
     return {"w": drawn(seed)["w"].float()}
 
 
-def updated(tx: mfx.Transform, grads: dict[str, Tensor], params: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def updated(
+    tx: mfx.Transform, grads: dict[str, Tensor], params: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     return tx.update(grads, tx.init(grads), params)[0]
 
 
@@ -270,7 +333,9 @@ def updated(tx: mfx.Transform, grads: dict[str, Tensor], params: dict[str, Tenso
 def test_updates_of_any_size_give_the_same(name: str, exponent: int):
     draw = matrices if name in BY_MATRIX else drawn
     grads, params = ({n: leaf.float() for n, leaf in draw(seed).items()} for seed in (1, 0))
-    scaled, zero = ({n: leaf * factor for n, leaf in grads.items()} for factor in (2.0**exponent, 0.0))
+    scaled, zero = (
+        {n: leaf * factor for n, leaf in grads.items()} for factor in (2.0**exponent, 0.0)
+    )
     once, again = updated(EACH[name], grads, params), updated(EACH[name], scaled, params)
     assert all(torch.equal(once[leaf], again[leaf]) for leaf in grads)
     assert not any(leaf.any() for leaf in updated(EACH[name], zero, params).values())
@@ -310,7 +375,10 @@ def factored(least: int = 2) -> mfx.Transform:
 
 
 def test_squares_of_rank_one_lose_nothing_by_being_factored():
-    rows, columns = torch.rand(4, 1, dtype=torch.float64) + 0.1, torch.rand(1, 6, dtype=torch.float64) + 0.1
+    rows, columns = (
+        torch.rand(4, 1, dtype=torch.float64) + 0.1,
+        torch.rand(1, 6, dtype=torch.float64) + 0.1,
+    )
     steps = [{"w": size * rows * columns} for size in (1.0, 3.0, 0.5)]
     torch.testing.assert_close(after(factored(), steps), after(factored(100), steps))
 
@@ -336,21 +404,31 @@ CASES = [(dtype, size) for dtype, sizes in SIZES.items() for size in sizes]
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e4])
 @pytest.mark.parametrize(("dtype", "size"), CASES, ids=str)
-def test_a_clipped_norm_is_the_bound_or_the_norm_itself_at_any_size(dtype: torch.dtype, size: float, max_norm: float):
+def test_a_clipped_norm_is_the_bound_or_the_norm_itself_at_any_size(
+    dtype: torch.dtype, size: float, max_norm: float
+):
     plain = {"w": torch.randn(10, 4, dtype=torch.float64), "b": torch.randn(3, dtype=torch.float64)}
     norm = torch.cat([leaf.flatten() for leaf in plain.values()]).norm() * size
     grads = {name: (leaf * size).to(dtype) for name, leaf in plain.items()}
     updates, _ = mfx.clip_by_global_norm(max_norm).update(grads, mfx.core.EmptyState())
     expected = min(float(norm), max_norm)
     scaled = torch.cat([leaf.double().flatten() for leaf in updates.values()]) / expected
-    assert is_close(scaled.norm(), torch.ones((), dtype=torch.float64), 3e-3 if dtype != torch.float64 else 1e-12)
+    assert is_close(
+        scaled.norm(),
+        torch.ones((), dtype=torch.float64),
+        3e-3 if dtype != torch.float64 else 1e-12,
+    )
     assert is_close(mfx.tree.norm(grads) / norm, torch.ones((), dtype=torch.float64), 3e-3)
 
 
 # -------------------------------------------------------------------------------------- small leaves in one stack
 
 STACKED = {
-    **{name: TAKE_BLOCKS[name] for name in TAKE_BLOCKS if name.startswith(("normalize", "keep", "match"))},
+    **{
+        name: TAKE_BLOCKS[name]
+        for name in TAKE_BLOCKS
+        if name.startswith(("normalize", "keep", "match"))
+    },
     "longer neurons": lambda **kw: mfx.normalize_neurons(0.5, axis="longer", **kw),
     "scale_by_dual_norm": lambda **kw: mfx.contrib.scale_by_dual_norm(mfx.scale_by_sign(), **kw),
     "scale_by_namo": lambda **kw: mfx.contrib.scale_by_namo(mfx.scale_by_sign(), **kw),
@@ -367,9 +445,18 @@ def only(values: dict[str, Any], names: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_leaves_of_one_shape_have_the_bits_that_each_has_alone(name: str, dtype: torch.dtype):
     tx = STACKED[name](
-        view=mfx.MatrixView({"qkv*": "(part=3 out) in -> part out in", "parts*": "(a=2 + b=7) in -> a in, b in"})
+        view=mfx.MatrixView(
+            {"qkv*": "(part=3 out) in -> part out in", "parts*": "(a=2 + b=7) in -> a in, b in"}
+        )
     )
-    kinds = {"w": (9, 33), "tall": (40, 5), "qkv": (9, 8), "parts": (9, 4), "row": (1, 7), "large": (200, 180)}
+    kinds = {
+        "w": (9, 33),
+        "tall": (40, 5),
+        "qkv": (9, 8),
+        "parts": (9, 4),
+        "row": (1, 7),
+        "large": (200, 180),
+    }
     shapes = {f"{kind}{n}": shape for kind, shape in kinds.items() for n in range(3)}
     params, steps = kit.Example.of(shapes, steps=2, dtype=dtype)
     # One leaf has no gradient, and one another memory order.

@@ -13,7 +13,9 @@ from muonfx.tree.members import parameters_of
 from tests.checkpoint.common import bits
 
 WATCHED = mfx.chain(
-    mfx.monitor("grad", by_leaf=True), mfx.adamw(0.1), mfx.monitor("step", ("orthogonality_error",), by_leaf=True)
+    mfx.monitor("grad", by_leaf=True),
+    mfx.adamw(0.1),
+    mfx.monitor("step", ("orthogonality_error",), by_leaf=True),
 )
 
 
@@ -39,10 +41,16 @@ def test_each_parameter_has_only_its_own_values_in_a_state_dict():
     steps(model, optimizer, 1)
     saved: Any = get_optimizer_state_dict(model, optimizer)["state"]
     assert len(saved) == 10
-    keys = {"monitor.values.grad/norm", "monitor.values.grad/rms", "monitor_2.values.step/orthogonality_error"}
+    keys = {
+        "monitor.values.grad/norm",
+        "monitor.values.grad/rms",
+        "monitor_2.values.step/orthogonality_error",
+    }
     for name, entries in saved.items():
         assert {key for key in entries if "monitor" in key} == keys, name
-        assert torch.equal(entries["monitor.values.grad/rms"], mfx.metrics(optimizer)[f"grad/{name}/rms"])
+        assert torch.equal(
+            entries["monitor.values.grad/rms"], mfx.metrics(optimizer)[f"grad/{name}/rms"]
+        )
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path):

@@ -45,7 +45,9 @@ def test_a_nonfinite_gradient_stays_visible_in_its_own_leaf(case: Case, value: f
             _check_visible(updates, usual, leaf)
         if case.tx.locality is not mfx.Locality.TREE:
             for other in case.shapes.keys() - {leaf}:
-                assert all(torch.equal(a[other], b[other]) for a, b in zip(updates, usual, strict=True)), other
+                assert all(
+                    torch.equal(a[other], b[other]) for a, b in zip(updates, usual, strict=True)
+                ), other
 
 
 def _check_visible(updates: list[Tensors], usual: list[Tensors], leaf: str) -> None:
@@ -55,7 +57,9 @@ def _check_visible(updates: list[Tensors], usual: list[Tensors], leaf: str) -> N
         update = updates[number][leaf]
         # The square of infinity stops one element, which may be the only one.
         if update.numel() > 1 and usual[number][leaf].any():
-            assert update.isnan().any() or update.any(), f"zeros without a word in {leaf} at step {number}"
+            assert update.isnan().any() or update.any(), (
+                f"zeros without a word in {leaf} at step {number}"
+            )
 
 
 @pytest.mark.parametrize("case", EVERY_CASE)
@@ -70,7 +74,11 @@ def test_zero_gradients_give_finite_updates(case: Case):
 
 def _is_exact(tx: mfx.Transform) -> bool:
     """Return True unless a state has few bits: rounding has no derivative."""
-    return not any(isinstance(value, mfx.QuantizedDtype) for part in within(tx) for value in part.arguments.values())
+    return not any(
+        isinstance(value, mfx.QuantizedDtype)
+        for part in within(tx)
+        for value in part.arguments.values()
+    )
 
 
 @pytest.mark.parametrize("case", [case for case in EVERY_CASE if _is_exact(case.values[0].tx)])

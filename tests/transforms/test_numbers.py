@@ -29,7 +29,11 @@ def followed(tx: mfx.Transform) -> mfx.Transform:
     """Make each number of a transform, and of those within it, a constant schedule."""
     made = tx.with_children(list(map(followed, tx.children))) if tx.children else tx
     numbers = {name: value for name, value in made.arguments.items() if isinstance(value, float)}
-    return made.replace(**{name: mfx.constant_schedule(value) for name, value in numbers.items()}) if numbers else made
+    return (
+        made.replace(**{name: mfx.constant_schedule(value) for name, value in numbers.items()})
+        if numbers
+        else made
+    )
 
 
 WAYS: dict[str, Callable[[mfx.Transform], mfx.Transform]] = {
@@ -38,7 +42,9 @@ WAYS: dict[str, Callable[[mfx.Transform], mfx.Transform]] = {
 }
 
 
-def run(tx: mfx.Transform, params: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> tuple[list[Any], Any]:
+def run(
+    tx: mfx.Transform, params: dict[str, Tensor], steps: list[dict[str, Tensor]]
+) -> tuple[list[Any], Any]:
     found = kit.examples.history(tx, params, steps)
     return [updates for updates, _ in found], found[-1][1]
 
@@ -68,11 +74,15 @@ def bits(values: Any) -> list[Any]:
             found.append(None)
             continue
         wide = leaf.double() if leaf.is_floating_point() else leaf
-        found.append((leaf.dtype, torch.where(wide.isnan(), math.nan, wide).to(wide.dtype).numpy().tobytes()))
+        found.append(
+            (leaf.dtype, torch.where(wide.isnan(), math.nan, wide).to(wide.dtype).numpy().tobytes())
+        )
     return found
 
 
-def drawn(tx: mfx.Transform, dtype: torch.dtype, scale: float) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+def drawn(
+    tx: mfx.Transform, dtype: torch.dtype, scale: float
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """Parameters and gradients that a transform takes: also vectors and numbers, where it does not need matrices."""
     shapes: dict[str, tuple[int, ...]] = {"w": (4, 37), "v": (5, 4)}
     if tx.name == "given_logits":
@@ -88,7 +98,11 @@ def drawn(tx: mfx.Transform, dtype: torch.dtype, scale: float) -> tuple[dict[str
 
     for more in ({"b": (19,), "s": ()}, {"b": (19,)}, {}):
         try:
-            tx.run(*(lambda p: (p, tx.init(p), p))({n: torch.ones(s) for n, s in (shapes | more).items()}))
+            tx.run(
+                *(lambda p: (p, tx.init(p), p))(
+                    {n: torch.ones(s) for n, s in (shapes | more).items()}
+                )
+            )
         except (ValueError, IndexError):
             continue
         shapes |= more
@@ -108,25 +122,33 @@ def test_a_number_gives_the_same_bits_wherever_it_is_kept(name: str, tx: mfx.Tra
                 assert moments(kept) == moments(state), (way, dtype, scale)
 
 
-FOR_WIDE_TENSORS = ("shift", "lerp", "addcmul")  # transforms call them with fp32 or fp64 tensors only
+FOR_WIDE_TENSORS = (
+    "shift",
+    "lerp",
+    "addcmul",
+)  # transforms call them with fp32 or fp64 tensors only
 
 
-def _behind(function: Any, others: list[list[Tensor]], reuse: bool, xs: list[Tensor], number: Any) -> list[Tensor]:
+def _behind(
+    function: Any, others: list[list[Tensor]], reuse: bool, xs: list[Tensor], number: Any
+) -> list[Tensor]:
     return function(xs, *others, number, reuse=reuse)
 
 
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("scale", [1e-38, 1.0, 1e20, 1e38])
-def test_list_arithmetic_gives_the_same_bits_for_a_number_and_a_tensor(dtype: torch.dtype, scale: float, reuse: bool):
+def test_list_arithmetic_gives_the_same_bits_for_a_number_and_a_tensor(
+    dtype: torch.dtype, scale: float, reuse: bool
+):
     draw = torch.Generator().manual_seed(1)
     sizes = (0, 1, 7, 8, 31, 64, 1025)
 
     def lists(size: float) -> list[Tensor]:
         long = [torch.randn(2 * n, generator=draw, dtype=torch.float64) * size for n in sizes]
-        return [(x[::2] if place % 2 else x[: len(x) // 2]).to(dtype) for place, x in enumerate(long)] + [
-            torch.tensor(size, dtype=dtype)
-        ]
+        return [
+            (x[::2] if place % 2 else x[: len(x) // 2]).to(dtype) for place, x in enumerate(long)
+        ] + [torch.tensor(size, dtype=dtype)]
 
     for number in (0.1, 0.9, 1 - 0.95, 0.001, -0.3, 1.0, 0.0, 2.5):
         held = torch.tensor(number, dtype=torch.float64)
@@ -142,7 +164,10 @@ def test_list_arithmetic_gives_the_same_bits_for_a_number_and_a_tensor(dtype: to
         for name, operation in operations.items():
             if name in FOR_WIDE_TENSORS and dtype not in (torch.float32, torch.float64):
                 continue
-            assert bits(operation(ew.clone(xs), held)) == bits(operation(ew.clone(xs), number)), (name, number)
+            assert bits(operation(ew.clone(xs), held)) == bits(operation(ew.clone(xs), number)), (
+                name,
+                number,
+            )
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -152,14 +177,20 @@ def test_a_product_with_a_number_has_the_same_bits_in_a_long_list_and_alone(
 ):
     draw = torch.Generator().manual_seed(2)
     made = [torch.randn(n % 9, generator=draw, dtype=torch.float64) for n in range(60)]
-    made += [torch.randn((5, 4), generator=draw, dtype=torch.float64).t(), torch.tensor(-0.0), torch.tensor(math.inf)]
+    made += [
+        torch.randn((5, 4), generator=draw, dtype=torch.float64).t(),
+        torch.tensor(-0.0),
+        torch.tensor(math.inf),
+    ]
     xs = [x.to(dtype) for x in made for dtype in dtypes]
     numbers = [0.9, -0.0, 0.0, -1, 1e-45, 1e300, math.inf, math.nan]
     for number in numbers:
         alone = [ew.mul([x.clone()], number, reuse=reuse)[0] for x in xs]
         assert bits(ew.mul(ew.clone(xs), number, reuse=reuse)) == bits(alone), number
     each = [numbers[place % len(numbers)] for place in range(len(xs))]
-    alone = [ew.mul([x.clone()], number, reuse=reuse)[0] for x, number in zip(xs, each, strict=True)]
+    alone = [
+        ew.mul([x.clone()], number, reuse=reuse)[0] for x, number in zip(xs, each, strict=True)
+    ]
     assert bits(ew.mul_each(ew.clone(xs), each, reuse=reuse)) == bits(alone)
 
 
@@ -175,7 +206,9 @@ NUMBERS_OF_NARROW_LEAVES: dict[str, Callable[[Any], mfx.Transform]] = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NUMBERS_OF_NARROW_LEAVES)
-def test_a_number_under_vmap_is_not_rounded_to_the_dtype_of_a_narrow_leaf(name: str, dtype: torch.dtype):
+def test_a_number_under_vmap_is_not_rounded_to_the_dtype_of_a_narrow_leaf(
+    name: str, dtype: torch.dtype
+):
     """In bf16, 0.3001 would become 0.3008. In fp16, 2e-8 would become zero, and so would the update."""
     params = {"w": torch.full((3,), 30000.0, dtype=dtype), "scalar": torch.tensor(3.0, dtype=dtype)}
     grads = mfx.tree.map(torch.zeros_like, params) if name == "decay" else params
@@ -186,7 +219,9 @@ def test_a_number_under_vmap_is_not_rounded_to_the_dtype_of_a_narrow_leaf(name: 
 
     for number in (0.3001, 2e-8):
         batch = torch.func.vmap(updates)(torch.tensor([number, 1.0], dtype=torch.float64))
-        assert bits({key: value[0] for key, value in batch.items()}) == bits(updates(number)), number
+        assert bits({key: value[0] for key, value in batch.items()}) == bits(updates(number)), (
+            number
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -219,47 +254,77 @@ def test_each_model_of_a_batch_in_fp16_is_clipped_by_its_own_exact_factor():
     tx = mfx.clip_by_global_norm(1e-3)  # the factor 2.4e-8 would become zero in fp16
     batch = torch.func.vmap(lambda grads: tx.update(grads, mfx.core.EmptyState())[0])(grads)
     for model in range(2):
-        assert torch.equal(batch["w"][model], tx.update({"w": grads["w"][model]}, mfx.core.EmptyState())[0]["w"])
+        assert torch.equal(
+            batch["w"][model], tx.update({"w": grads["w"][model]}, mfx.core.EmptyState())[0]["w"]
+        )
 
 
 MIXED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FACTORIES = {name: value for name, value in NAMES.items() if hasattr(value, "definition")}
 PINNED = {
-    name: [argument for argument, own in factory.definition.parameters.items() if "StateDtype" in str(own.annotation)]
+    name: [
+        argument
+        for argument, own in factory.definition.parameters.items()
+        if "StateDtype" in str(own.annotation)
+    ]
     for name, factory in FACTORIES.items()
     if name != "scale_by_prodigy"  # of all but the first parameters, which keep their own
 }
 PINNED = {name: arguments for name, arguments in PINNED.items() if arguments}
-REQUIRED = {"inner": mfx.scale(-0.1), "every": 2, "sync_period": 2, "slow_step_size": 0.5, "learning_rate": 0.1}
+REQUIRED = {
+    "inner": mfx.scale(-0.1),
+    "every": 2,
+    "sync_period": 2,
+    "slow_step_size": 0.5,
+    "learning_rate": 0.1,
+}
 TREES = [(dtype, dtype) for dtype in MIXED] + [MIXED]
 EVERY = pytest.mark.parametrize("name", PINNED)
 
 
 def made(name: str, **given: Any) -> mfx.Transform:
     parameters = FACTORIES[name].definition.parameters.items()
-    return FACTORIES[name](**{n: REQUIRED[n] for n, own in parameters if own.default is own.empty}, **given)
+    return FACTORIES[name](
+        **{n: REQUIRED[n] for n, own in parameters if own.default is own.empty}, **given
+    )
 
 
 def mixed(dtypes: tuple[torch.dtype, ...], seed: int = 0) -> dict[str, Tensor]:
     shapes = {f"w{place}": (3, 4) for place in range(len(dtypes))}
     leaves = kit.Example.of(shapes, steps=0, dtype=torch.float64, seed=seed).params
-    return {name: leaf.to(dtype) for (name, leaf), dtype in zip(leaves.items(), dtypes, strict=True)}
+    return {
+        name: leaf.to(dtype) for (name, leaf), dtype in zip(leaves.items(), dtypes, strict=True)
+    }
 
 
 def found(state: Any, params: dict[str, Tensor]) -> dict[str, set[torch.dtype]]:
     """The dtypes of the leaves of a state, by the parameter that they belong to."""
-    named = [pair for pair in zip(mfx.tree.names(state), mfx.tree.leaves(state), strict=True) if pair[1] is not None]
-    return {name: {leaf.dtype for place, leaf in named if place.endswith(f".{name}")} for name in params}
+    named = [
+        pair
+        for pair in zip(mfx.tree.names(state), mfx.tree.leaves(state), strict=True)
+        if pair[1] is not None
+    ]
+    return {
+        name: {leaf.dtype for place, leaf in named if place.endswith(f".{name}")} for name in params
+    }
 
 
 def by_default(params: dict[str, Tensor]) -> dict[str, set[torch.dtype]]:
-    return {name: {torch.float64 if param.dtype == torch.float64 else torch.float32} for name, param in params.items()}
+    return {
+        name: {torch.float64 if param.dtype == torch.float64 else torch.float32}
+        for name, param in params.items()
+    }
 
 
 @EVERY
 @pytest.mark.parametrize("pinned", ["auto", *MIXED, None], ids=str)
-def test_the_default_is_fp32_or_float64_a_dtype_pins_every_leaf_and_none_is_each_parameters_own(name: str, pinned: Any):
-    assert all(FACTORIES[name].definition.parameters[argument].default == "auto" for argument in PINNED[name])
+def test_the_default_is_fp32_or_float64_a_dtype_pins_every_leaf_and_none_is_each_parameters_own(
+    name: str, pinned: Any
+):
+    assert all(
+        FACTORIES[name].definition.parameters[argument].default == "auto"
+        for argument in PINNED[name]
+    )
     tx = made(name) if pinned == "auto" else made(name, **dict.fromkeys(PINNED[name], pinned))
     for dtypes in TREES:
         params = mixed(dtypes)
@@ -299,19 +364,40 @@ NUMBERS_AS_TENSORS = [
 
 @pytest.mark.parametrize("tx", [*map(made, PINNED), *NUMBERS_AS_TENSORS], ids=repr)
 @given(seed=st.integers(0, 99), donate=st.booleans())
-def test_a_leaf_gets_what_it_gets_alone_whatever_the_dtypes_beside_it(tx: mfx.Transform, seed: int, donate: bool):
+def test_a_leaf_gets_what_it_gets_alone_whatever_the_dtypes_beside_it(
+    tx: mfx.Transform, seed: int, donate: bool
+):
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"scalar": (), "wide": (3,), "narrow": (3,), "wide scalar": (), "low": (2,), "half": (3,)}
-    dtypes = {"wide": torch.float64, "wide scalar": torch.float64, "low": torch.bfloat16, "half": torch.float16}
+    shapes = {
+        "scalar": (),
+        "wide": (3,),
+        "narrow": (3,),
+        "wide scalar": (),
+        "low": (2,),
+        "half": (3,),
+    }
+    dtypes = {
+        "wide": torch.float64,
+        "wide scalar": torch.float64,
+        "low": torch.bfloat16,
+        "half": torch.float16,
+    }
     if tx.locality is not mfx.Locality.ELEMENT:  # it may need matrices
         shapes = dict.fromkeys(shapes, (3, 4))
     params, *steps = (
-        {name: torch.randn(shape, generator=generator).to(dtypes.get(name)) for name, shape in shapes.items()}
+        {
+            name: torch.randn(shape, generator=generator).to(dtypes.get(name))
+            for name, shape in shapes.items()
+        }
         for _ in range(3)
     )
     state, alone = tx.init(params), {name: tx.init({name: param}) for name, param in params.items()}
     for grads in steps:
-        updates, state = tx.update({name: grad.clone() for name, grad in grads.items()}, state, params, donate=donate)
+        updates, state = tx.update(
+            {name: grad.clone() for name, grad in grads.items()}, state, params, donate=donate
+        )
         for name in shapes:
-            own, alone[name] = tx.update({name: grads[name].clone()}, alone[name], {name: params[name]})
+            own, alone[name] = tx.update(
+                {name: grads[name].clone()}, alone[name], {name: params[name]}
+            )
             assert torch.equal(updates[name], own[name]), name

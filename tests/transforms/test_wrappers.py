@@ -36,7 +36,9 @@ def test_equal_micro_batches_make_one_step(inner: mfx.Transform, every: int, exa
         for found, wanted in zip(
             tree.leaves((updates, state.inner)), tree.leaves((expected, inner_state)), strict=True
         ):
-            assert found is wanted or is_close(found, wanted, tolerance_of(inner, expected, inner_state))
+            assert found is wanted or is_close(
+                found, wanted, tolerance_of(inner, expected, inner_state)
+            )
 
 
 @given(st.integers(1, 5), dense)
@@ -61,7 +63,9 @@ def test_donation_changes_no_value_where_the_inner_transform_runs(inner: mfx.Tra
         expected, state = tx.update(grads, state, params)
         found, donated_state = tx.update(copied_tree(grads), donated_state, params, donate=True)
         history.append((found, expected))
-        assert all(map(bits_equal, tree.leaves((found, donated_state)), tree.leaves((expected, state))))
+        assert all(
+            map(bits_equal, tree.leaves((found, donated_state)), tree.leaves((expected, state)))
+        )
     # A later step has not changed an earlier update: none shares memory with the state.
     assert all(map(bits_equal, *map(tree.leaves, zip(*history, strict=True))))
 
@@ -75,7 +79,14 @@ def test_the_caller_may_say_where_the_last_micro_batch_is_and_the_inner_transfor
 
     tx = mfx.accumulate(mfx.stateless(probe), 100)
     state = tx.init({"w": torch.zeros(1)})
-    for value, boundary in ((1.0, False), (3.0, True), (5.0, True), (1.0, False), (2.0, False), (6.0, True)):
+    for value, boundary in (
+        (1.0, False),
+        (3.0, True),
+        (5.0, True),
+        (1.0, False),
+        (2.0, False),
+        (6.0, True),
+    ):
         updates, state = tx.update({"w": torch.tensor([value])}, state, boundary=boundary)
         assert bool(updates["w"].any()) == boundary
     assert given == [2.0, 5.0, 3.0]
@@ -94,7 +105,9 @@ def test_a_gradient_that_is_absent_in_some_micro_batches_counts_as_zero_there():
     assert second["a"].tolist() == second["b"].tolist() == [0.25, 0.25]
     assert second["never"] is None
     assert bits_equal(state.inner.trace["never"], start.inner.trace["never"])
-    third, state = tx.update({"a": torch.ones(2), "b": torch.ones(2), "never": torch.ones(2)}, state, params)
+    third, state = tx.update(
+        {"a": torch.ones(2), "b": torch.ones(2), "never": torch.ones(2)}, state, params
+    )
     assert not third["never"].any()
 
 
@@ -106,7 +119,9 @@ def test_vmap_over_states_that_are_at_different_micro_batches():
     stacked = tree.map(lambda *leaves: torch.stack(leaves), early, late)
     expected = [early, late]
     for grads in steps[:3]:
-        found, stacked = torch.func.vmap(lambda state, grads=grads: tx.update(grads, state, params))(stacked)
+        found, stacked = torch.func.vmap(
+            lambda state, grads=grads: tx.update(grads, state, params)
+        )(stacked)
         for place in (0, 1):
             updates, expected[place] = tx.update(grads, expected[place], params)
             torch.testing.assert_close(found["w"][place], updates["w"])
@@ -120,7 +135,9 @@ def test_a_state_within_a_step_may_move_to_another_container():
     first["w"] = torch.ones(2)  # and then never again: only `seen` says that it is to be updated
 
     def begun(container: Any) -> Any:
-        return tx.update(container(first), tx.init(container(dict.fromkeys(names, torch.zeros(2)))))[1]
+        return tx.update(
+            container(first), tx.init(container(dict.fromkeys(names, torch.zeros(2))))
+        )[1]
 
     moved = begun(dict)._replace(seen=begun(OrderedDict).seen)
     assert moved.seen.tolist() == begun(dict).seen.tolist()
@@ -147,7 +164,13 @@ def poisoned(grads: Any, place: int, element: int, bad: float) -> Any:
     return tree.unflatten(treedef, [leaf if i == at else other for i, other in enumerate(leaves)])
 
 
-@given(skipped_transforms, kit.params_and_grads(), st.integers(0, 99), st.integers(0, 99), st.sampled_from(BAD))
+@given(
+    skipped_transforms,
+    kit.params_and_grads(),
+    st.integers(0, 99),
+    st.integers(0, 99),
+    st.sampled_from(BAD),
+)
 def test_a_bad_step_updates_nothing_and_the_run_is_that_of_the_inner_transform_without_it(
     inner: mfx.Transform, example: kit.Example, place: int, element: int, bad: float
 ):
@@ -168,14 +191,18 @@ def test_a_bad_step_updates_nothing_and_the_run_is_that_of_the_inner_transform_w
             assert (int(state.skipped), int(state.in_a_row)) == (skipped, 1)
         updates, state = tx.update(grads, state, params)
         expected, inner_state = inner.update(grads, inner_state, params)
-        require_same("the run", (updates, state.inner), (expected, inner_state), "without the bad step")
+        require_same(
+            "the run", (updates, state.inner), (expected, inner_state), "without the bad step"
+        )
         assert (int(state.skipped), int(state.in_a_row)) == (skipped, 0)
 
 
 def test_large_finite_gradients_are_no_fault():
     largest = torch.finfo(torch.float16).max
     tx = mfx.skip_nonfinite(mfx.identity())
-    updates, state = tx.update({"w": torch.full((9,), largest, dtype=torch.float16)}, tx.init({"w": torch.zeros(9)}))
+    updates, state = tx.update(
+        {"w": torch.full((9,), largest, dtype=torch.float16)}, tx.init({"w": torch.zeros(9)})
+    )
     assert int(state.skipped) == 0
     assert float(updates["w"][0]) == largest
 
@@ -225,11 +252,15 @@ def run(tx: mfx.Transform, zeros: bool) -> Any:
 
 @pytest.mark.parametrize("name", AROUND)
 def test_a_gathered_gradient_is_not_lost_where_the_last_one_is_none(name: str):
-    require_close("the run", run(AROUND[name], zeros=False), run(AROUND[name], zeros=True), "with zeros", 0.0)
+    require_close(
+        "the run", run(AROUND[name], zeros=False), run(AROUND[name], zeros=True), "with zeros", 0.0
+    )
 
 
 def test_namo_says_that_it_has_no_scale_for_a_gathered_gradient():
-    with pytest.raises(ValueError, match=r"inner transform returned an update for 'b'.*accumulate\(scale_by_namo"):
+    with pytest.raises(
+        ValueError, match=r"inner transform returned an update for 'b'.*accumulate\(scale_by_namo"
+    ):
         run(mfx.contrib.scale_by_namo(UPHILL), zeros=False)
 
 
@@ -240,18 +271,40 @@ ACCUMULATED = mfx.accumulate(mfx.identity(), 4)
 SLOWLY = mfx.linear_schedule(0.1, 0.0, 10)
 
 OUTSIDE = {
-    "independent decay": ((EVERY, mfx.subtract_decayed_weights(0.1)), "subtract_decayed_weights .*changes the param"),
-    "decay": ((ACCUMULATED, mfx.add_decayed_weights(0.1), mfx.scale(-0.1)), "add_decayed_weights .*changes the param"),
+    "independent decay": (
+        (EVERY, mfx.subtract_decayed_weights(0.1)),
+        "subtract_decayed_weights .*changes the param",
+    ),
+    "decay": (
+        (ACCUMULATED, mfx.add_decayed_weights(0.1), mfx.scale(-0.1)),
+        "add_decayed_weights .*changes the param",
+    ),
     "decay in a mask": (
-        (ACCUMULATED, mfx.masked(mfx.add_decayed_weights(0.1), mfx.routing.ndim(2)), mfx.scale(-0.1)),
+        (
+            ACCUMULATED,
+            mfx.masked(mfx.add_decayed_weights(0.1), mfx.routing.ndim(2)),
+            mfx.scale(-0.1),
+        ),
         "add_decayed_weights in 'masked' changes the parameters",
     ),
-    "schedule after": ((ACCUMULATED, mfx.scale_by_learning_rate(SLOWLY)), "scale_by_learning_rate .*its schedule"),
-    "schedule before": ((mfx.scale_by_learning_rate(SLOWLY), ACCUMULATED), "scale_by_learning_rate .*its schedule"),
+    "schedule after": (
+        (ACCUMULATED, mfx.scale_by_learning_rate(SLOWLY)),
+        "scale_by_learning_rate .*its schedule",
+    ),
+    "schedule before": (
+        (mfx.scale_by_learning_rate(SLOWLY), ACCUMULATED),
+        "scale_by_learning_rate .*its schedule",
+    ),
     "average": ((EVERY, mfx.ema_params()), "ema_params .*changes its state"),
     "moments": ((ACCUMULATED, mfx.adamw(0.1)), "scale_by_adam in 'chain' changes its state"),
-    "momentum before": ((mfx.momentum(), ACCUMULATED, mfx.scale(-0.1)), "momentum .*changes its state"),
-    "in a wrapper": ((mfx.skip_nonfinite(EVERY), mfx.ema_params()), "ema_params .*outside of 'skip_nonfinite'"),
+    "momentum before": (
+        (mfx.momentum(), ACCUMULATED, mfx.scale(-0.1)),
+        "momentum .*changes its state",
+    ),
+    "in a wrapper": (
+        (mfx.skip_nonfinite(EVERY), mfx.ema_params()),
+        "ema_params .*outside of 'skip_nonfinite'",
+    ),
 }
 
 
@@ -275,7 +328,9 @@ def test_what_acts_at_every_micro_batch_is_warned_of_by_name(name: str):
     ],
     ids=repr,
 )
-def test_what_an_update_of_zero_does_not_move_may_be_outside_of_accumulate(members: tuple[mfx.Transform, ...]):
+def test_what_an_update_of_zero_does_not_move_may_be_outside_of_accumulate(
+    members: tuple[mfx.Transform, ...],
+):
     with warnings.catch_warnings(action="error"):
         mfx.chain(*members)
 
@@ -285,7 +340,11 @@ def test_what_an_update_of_zero_does_not_move_may_be_outside_of_accumulate(membe
     [
         mfx.adamw(0.1),
         mfx.as_tensors(mfx.adamw(0.1)),
-        mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(dtype=torch.float32), mfx.scale_by_learning_rate(0.1)),
+        mfx.chain(
+            mfx.momentum(0.9),
+            mfx.orthogonalize(dtype=torch.float32),
+            mfx.scale_by_learning_rate(0.1),
+        ),
     ],
     ids=["adamw", "numbers in tensors", "muon"],
 )
@@ -328,10 +387,14 @@ def test_a_compiled_accumulate_keeps_gradients_that_the_last_micro_batch_lacks(w
     expected = updates_of_b(tx.update)
     assert expected[-1] is None
     assert updates_of_b(compiled) == expected
-    assert updates_of_b(tx.update) == expected  # whose checks read what the compiled calls have cached
+    assert (
+        updates_of_b(tx.update) == expected
+    )  # whose checks read what the compiled calls have cached
     torch.compiler.reset()
     with pytest.raises(Exception, match="_run_outside_the_graph"):
-        torch.compile(tx.update, fullgraph=True, backend="eager")({"a": one, "b": None}, tx.init(params), params)
+        torch.compile(tx.update, fullgraph=True, backend="eager")(
+            {"a": one, "b": None}, tx.init(params), params
+        )
 
 
 def test_a_mask_function_that_maps_over_parameters_skips_those_that_are_none():
@@ -362,5 +425,8 @@ def test_an_extra_tree_that_a_transform_does_not_cut_is_an_error_that_shows_how(
         "masked": mfx.masked(divide(), {"w": True, "b": False}),
         "partition": mfx.partition({"x": divide(), "y": mfx.identity()}, {"w": "x", "b": "y"}),
     }[name]
-    with pytest.raises(ValueError, match=r"tree 2 does not have .* tree 1: .*partition and masked.* take its part by"):
+    with pytest.raises(
+        ValueError,
+        match=r"tree 2 does not have .* tree 1: .*partition and masked.* take its part by",
+    ):
         tx.update(params, tx.init(params), params, hessian=params)

@@ -54,7 +54,10 @@ torch_pytree.register_pytree_node(
     lambda node: ([node.second, node.first], None),
     lambda children, context: Registered(*children),
     flatten_with_keys_fn=lambda node: (
-        [(torch_pytree.GetAttrKey("second"), node.second), (torch_pytree.GetAttrKey("first"), node.first)],
+        [
+            (torch_pytree.GetAttrKey("second"), node.second),
+            (torch_pytree.GetAttrKey("first"), node.first),
+        ],
         None,
     ),
 )
@@ -106,8 +109,13 @@ def entry_of(key: Any) -> Any:
 @pytest.mark.parametrize("make", LEAVES + NESTED)
 def test_torch_finds_each_leaf_under_the_same_path(make: Make):
     given = numbered(make)
-    ours = {path: id(leaf) for path, leaf in zip(tree.paths(given), tree.leaves(given), strict=True)}
-    theirs = {tuple(map(entry_of, path)): id(leaf) for path, leaf in torch_pytree.tree_flatten_with_path(given)[0]}
+    ours = {
+        path: id(leaf) for path, leaf in zip(tree.paths(given), tree.leaves(given), strict=True)
+    }
+    theirs = {
+        tuple(map(entry_of, path)): id(leaf)
+        for path, leaf in torch_pytree.tree_flatten_with_path(given)[0]
+    }
     assert ours == theirs
 
 
@@ -117,7 +125,9 @@ def test_everything_that_walks_a_tree_walks_in_one_order(make: Make):
     found, treedef = tree.flatten(given)
     at = Present(given)
     picked = dict(zip(at.names(), at.pick(given), strict=True))
-    for name, path, leaf, mine in zip(tree.names(given), tree.paths(given), tree.leaves(given), found, strict=True):
+    for name, path, leaf, mine in zip(
+        tree.names(given), tree.paths(given), tree.leaves(given), found, strict=True
+    ):
         assert leaf is mine is picked[name]
         assert name == ".".join(map(str, path))
     assert tree.same_structure(tree.unflatten(treedef, found), given)
@@ -142,7 +152,9 @@ def test_a_compiled_walk_of_every_container_is_the_eager_one():
         assert paths == expected, kind
         for have, want in zip(trees, wanted, strict=True):
             assert tree.same_structure(have, want), kind
-            assert [x.tolist() for x in tree.leaves(have)] == [x.tolist() for x in tree.leaves(want)], kind
+            assert [x.tolist() for x in tree.leaves(have)] == [
+                x.tolist() for x in tree.leaves(want)
+            ], kind
 
 
 def contiguous_params(example: kit.Example) -> Any:
@@ -159,7 +171,9 @@ def test_a_compiled_walk_of_any_trees_is_the_eager_one(several: list[Any]):
     def walk(several: list[Any]) -> Any:
         return [(tree.names(given), tree.map(lambda leaf: leaf * 2, given)) for given in several]
 
-    for (names, doubled), (expected, wanted) in zip(compiled(walk)(several), walk(several), strict=True):
+    for (names, doubled), (expected, wanted) in zip(
+        compiled(walk)(several), walk(several), strict=True
+    ):
         assert names == expected
         kit.violation.require_same("the tree", doubled, wanted, "in eager mode")
 
@@ -172,7 +186,12 @@ def states(make: Make, shape: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize("make", LEAVES)
 def test_an_update_does_not_depend_on_the_container(make: Make):
     params, grads = states(make, (2, 2)), states(make, (2, 2))
-    tx = mfx.chain(mfx.momentum(), mfx.clip_by_global_norm(0.5), mfx.scale_by_adam(), mfx.add_decayed_weights(0.1))
+    tx = mfx.chain(
+        mfx.momentum(),
+        mfx.clip_by_global_norm(0.5),
+        mfx.scale_by_adam(),
+        mfx.add_decayed_weights(0.1),
+    )
     updates = tx.update(grads, tx.init(params), params)[0]
 
     def flat(values: Any) -> Any:
@@ -193,7 +212,8 @@ def test_another_order_of_an_ordered_dict_is_an_error_and_never_a_swap(mode: str
 
 
 @pytest.mark.parametrize(
-    "tree_of", [Counter, lambda pairs: torch.nn.ParameterDict(pairs), lambda pairs: {"deep": {1, 2}}]
+    "tree_of",
+    [Counter, lambda pairs: torch.nn.ParameterDict(pairs), lambda pairs: {"deep": {1, 2}}],
 )
 def test_what_is_no_container_is_named(tree_of: Any):
     with pytest.raises(TypeError, match="must be a tensor or None"):
@@ -209,14 +229,19 @@ def test_labels_and_masks_may_be_a_tree_like_the_parameters(make: Make):
     )
     updates = tx.update(params, tx.init(params), params)[0]
     expected = make(10.0, 1.5)
-    for found, leaf, factor in zip(tree.leaves(updates), tree.leaves(params), tree.leaves(expected), strict=True):
+    for found, leaf, factor in zip(
+        tree.leaves(updates), tree.leaves(params), tree.leaves(expected), strict=True
+    ):
         torch.testing.assert_close(found, leaf * factor)
 
 
 @given(kit.params_and_grads())
 def test_a_norm_is_the_norm_of_one_vector(example: kit.Example):
     doubles = tree.map(lambda leaf: leaf.double(), example.params)
-    flat = [torch.zeros(0, dtype=torch.float64), *(leaf.flatten() for leaf in tree.tensors(doubles))]
+    flat = [
+        torch.zeros(0, dtype=torch.float64),
+        *(leaf.flatten() for leaf in tree.tensors(doubles)),
+    ]
     torch.testing.assert_close(tree.norm(doubles), torch.cat(flat).norm())
 
 
@@ -236,18 +261,28 @@ def marked(tx: mfx.Transform) -> dict[str, bool]:
 
 
 def test_moments_are_like_parameters_and_counters_are_not():
-    found = marked(mfx.chain(mfx.scale_by_adam(), mfx.momentum(mfx.constant_schedule(0.9)), mfx.ema_params(0.9)))
+    found = marked(
+        mfx.chain(
+            mfx.scale_by_adam(), mfx.momentum(mfx.constant_schedule(0.9)), mfx.ema_params(0.9)
+        )
+    )
     others = {"scale_by_adam.count", "momentum.count"}
     assert {name for name, is_like in found.items() if not is_like} == others
 
 
 def test_codes_without_the_parameters_shape_are_left_out():
     found = marked(mfx.momentum(dtype=mfx.int8(block=2, min_size=0)))
-    assert all(is_like == name.startswith("trace.codes") for name, is_like in found.items() if not name.endswith(".s"))
+    assert all(
+        is_like == name.startswith("trace.codes")
+        for name, is_like in found.items()
+        if not name.endswith(".s")
+    )
 
 
 def test_the_function_gets_the_leaf_and_the_parameter():
-    tx = mfx.partition({"a": mfx.momentum(), "b": mfx.scale_by_adam()}, {"h.w": "a", "count": "b", "s": None})
+    tx = mfx.partition(
+        {"a": mfx.momentum(), "b": mfx.scale_by_adam()}, {"h.w": "a", "count": "b", "s": None}
+    )
     seen: list[tuple[object, ...]] = []
 
     def look(leaf: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -263,7 +298,8 @@ def test_map_params_in_the_order_of_optax_is_an_error_that_shows_the_order():
     tx: Any = mfx.momentum()
     state: Any = tx.init(PARAMS)
     with pytest.raises(
-        TypeError, match=r"found Transform as the first argument, .* map_params\(function, state, params\)"
+        TypeError,
+        match=r"found Transform as the first argument, .* map_params\(function, state, params\)",
     ):
         tree.map_params(tx, state, PARAMS)
 
@@ -273,8 +309,12 @@ def _raising(*leaves: object) -> None:
 
 
 def test_map_of_trees_that_differ_says_which_and_how():
-    with pytest.raises(ValueError, match=r"tree\.map: tree 3 .* tree 1: .*'b'.* take its part by name"):
-        tree.map(torch.add, {"w": torch.ones(1)}, {"w": 1.0}, {"w": torch.ones(1), "b": torch.ones(1)})
+    with pytest.raises(
+        ValueError, match=r"tree\.map: tree 3 .* tree 1: .*'b'.* take its part by name"
+    ):
+        tree.map(
+            torch.add, {"w": torch.ones(1)}, {"w": 1.0}, {"w": torch.ones(1), "b": torch.ones(1)}
+        )
     with pytest.raises(ValueError, match=r"^an error of the function$"):
         tree.map(_raising, {"w": 1.0}, {"w": 1.0})
 
@@ -284,11 +324,16 @@ def test_a_parameter_alone_and_parameters_that_are_absent():
     state = tree.map_params(lambda leaf, param: leaf + 1, mfx.scale_by_adam().init(one), one)
     assert (int(state.count), state.mu.tolist()) == (0, [1.0] * 3)
     some = {"w": torch.zeros(2), "gone": None}
-    assert tree.map_params(lambda leaf, param: leaf + 1, mfx.momentum().init(some), some).trace["gone"] is None
+    assert (
+        tree.map_params(lambda leaf, param: leaf + 1, mfx.momentum().init(some), some).trace["gone"]
+        is None
+    )
 
 
 COMPONENTS = st.sampled_from(["up", "module", "weight", "0", "modules", "_orig_model"])
-MODELS = st.lists(st.lists(COMPONENTS, min_size=1, max_size=4).map(".".join), min_size=1, max_size=5, unique=True)
+MODELS = st.lists(
+    st.lists(COMPONENTS, min_size=1, max_size=4).map(".".join), min_size=1, max_size=5, unique=True
+)
 
 
 @given(MODELS, st.lists(st.sampled_from(["module", *sorted(WRAPPERS)]), max_size=4))
@@ -304,7 +349,9 @@ def test_no_wrapper_within_a_model_changes_its_names(names, data):
     def some(name: str) -> str:
         parts = name.split(".")
         place = data.draw(st.integers(0, len(parts)))
-        return ".".join([*parts[:place], data.draw(st.sampled_from(sorted(WRAPPERS))), *parts[place:]])
+        return ".".join(
+            [*parts[:place], data.draw(st.sampled_from(sorted(WRAPPERS))), *parts[place:]]
+        )
 
     wrapped = [some(name) for name in names]
     assert list(unwrapped(wrapped).values()) == list(unwrapped(names).values())
@@ -350,7 +397,10 @@ def test_entries_mean_names_levels_and_patterns_and_the_most_exact_counts(rename
 
 
 def test_levels_of_parameters_end_with_a_dot():
-    assert renamed({"enc": "model.enc"}, ["enc.w", "encoder.w"], level=".") == (["model.enc.w", "encoder.w"], [])
+    assert renamed({"enc": "model.enc"}, ["enc.w", "encoder.w"], level=".") == (
+        ["model.enc.w", "encoder.w"],
+        [],
+    )
 
 
 @pytest.mark.parametrize(
@@ -383,7 +433,9 @@ def test_a_star_for_a_star_changes_nothing(names):
 
 
 NAMED_PARAMS = {"blocks.0.q": torch.zeros(2, 2), "b": torch.zeros(2)}
-STATE = mfx.chain(mfx.momentum(), mfx.scale_by_adam(), ("again", mfx.scale_by_adam())).init(NAMED_PARAMS)
+STATE = mfx.chain(mfx.momentum(), mfx.scale_by_adam(), ("again", mfx.scale_by_adam())).init(
+    NAMED_PARAMS
+)
 
 KEYS = st.sampled_from(("a", "b", "a.b", "c"))
 TREES: st.SearchStrategy[Any] = st.recursive(
@@ -410,7 +462,9 @@ def test_what_was_set_is_found_and_nothing_else_has_changed(tree: Any, data: st.
     changed = mfx.tree.set(tree, path, "new")
     assert mfx.tree.get(changed, path) == "new"
     assert mfx.tree.same_structure(changed, tree)
-    differing = [(a, b) for a, b in zip(before, mfx.tree.leaves(changed), strict=True) if a is not b]
+    differing = [
+        (a, b) for a, b in zip(before, mfx.tree.leaves(changed), strict=True) if a is not b
+    ]
     assert [b for _, b in differing] == ["new"]
     assert mfx.tree.leaves(mfx.tree.set(changed, path, differing[0][0])) == before
 
@@ -421,7 +475,10 @@ def test_a_name_may_be_any_end_of_a_path():
     assert mfx.tree.get(STATE, "trace.blocks.0.q") is q
     assert mfx.tree.get(STATE, "again") is STATE["again"]
     assert mfx.tree.get(STATE, "again.mu") is STATE["again"].mu
-    assert list(mfx.tree.get_all(STATE, "0.q"))[1:3] == ["again.nu.blocks.0.q", "momentum.trace.blocks.0.q"]
+    assert list(mfx.tree.get_all(STATE, "0.q"))[1:3] == [
+        "again.nu.blocks.0.q",
+        "momentum.trace.blocks.0.q",
+    ]
     assert mfx.tree.get_all(STATE, "omentum") == {}
 
 
@@ -434,7 +491,11 @@ def test_a_type_selects_nodes():
 def test_a_whole_subtree_can_be_replaced_and_the_transform_goes_on():
     tx = mfx.chain(mfx.momentum(), mfx.scale_by_adam())
     state = tx.init(NAMED_PARAMS)
-    other = mfx.tree.set(state, "scale_by_adam", mfx.scale_by_adam().init(NAMED_PARAMS)._replace(count=torch.tensor(9)))
+    other = mfx.tree.set(
+        state,
+        "scale_by_adam",
+        mfx.scale_by_adam().init(NAMED_PARAMS)._replace(count=torch.tensor(9)),
+    )
     assert int(tx.update(NAMED_PARAMS, other)[1]["scale_by_adam"].count) == 10
     assert int(state["scale_by_adam"].count) == 0
 
@@ -444,7 +505,10 @@ def test_a_whole_subtree_can_be_replaced_and_the_transform_goes_on():
     [
         ("nu.b", r"'nu.b' matches 2 nodes: again.nu.b, scale_by_adam.nu.b; give a longer path"),
         (mfx.transforms.AdamState, "AdamState matches 2 nodes: again, scale_by_adam"),
-        ("momentum.trce", "no node of the tree matches 'momentum.trce'; did you mean momentum.trace"),
+        (
+            "momentum.trce",
+            "no node of the tree matches 'momentum.trce'; did you mean momentum.trace",
+        ),
         (mfx.transforms.LionState, "no node of the tree matches LionState"),
     ],
 )
@@ -456,12 +520,16 @@ def test_none_and_several_are_errors_that_say_where(where: Any, message: str):
 
 
 def test_a_list_in_place_of_a_tuple_is_described_by_its_length():
-    assert difference({"a": [1]}, {"a": (1,)}) == "found list of length 1, expected tuple of length 1"
+    assert (
+        difference({"a": [1]}, {"a": (1,)}) == "found list of length 1, expected tuple of length 1"
+    )
     assert difference([], ()) == "found list of length 0, expected tuple of length 0"
 
 
 def test_two_classes_of_one_name_are_named_as_such():
-    before, after = (NamedTuple("State", [("trace", torch.Tensor)]) for _ in range(2))  # as by importlib.reload
+    before, after = (
+        NamedTuple("State", [("trace", torch.Tensor)]) for _ in range(2)
+    )  # as by importlib.reload
     text = "found State of 'trace', expected State of 'trace' of another class with this name: was its module reloaded?"
     assert difference(before(torch.ones(1)), after(torch.ones(1))) == text
 

@@ -72,7 +72,9 @@ def names_of_rules_and_sets() -> list[mfx.Transform]:
     return [
         mfx.orthogonalize(coefficients="keller", method="gram", products="auto"),
         mfx.orthogonalize(coefficients=((3.4445, -4.775, 2.0315),), steps=3, dtype=torch.float32),
-        mfx.orthogonalize(steps=3, view=mfx.MatrixView({"*.weight": "(part=2 out) in -> part out in"})),
+        mfx.orthogonalize(
+            steps=3, view=mfx.MatrixView({"*.weight": "(part=2 out) in -> part out in"})
+        ),
         mfx.scale_by_shape("spectral"),
         mfx.monitor("updates", ("norm", "orthogonality_error")),
         center_rows(),
@@ -81,7 +83,10 @@ def names_of_rules_and_sets() -> list[mfx.Transform]:
 
 def chains() -> mfx.Transform:
     return mfx.chain(
-        mfx.clip_by_global_norm(1.0), ("rate", mfx.scale(-0.1)), sign(momentum=0.5), sign_descent(flip=True)
+        mfx.clip_by_global_norm(1.0),
+        ("rate", mfx.scale(-0.1)),
+        sign(momentum=0.5),
+        sign_descent(flip=True),
     )
 
 
@@ -90,11 +95,15 @@ def routes(model: nn.Module) -> mfx.Transform:
     return mfx.chain(
         mfx.partition({"muon": matrices, "adamw": mfx.scale_by_adam()}, mfx.default_labels(model)),
         mfx.masked(mfx.add_decayed_weights(0.1), mfx.routing.ndim(min=2)),
-        mfx.scale_by_learning_rate(mfx.warmup_cosine_decay_schedule(1e-2, warmup_steps=5, total_steps=20)),
+        mfx.scale_by_learning_rate(
+            mfx.warmup_cosine_decay_schedule(1e-2, warmup_steps=5, total_steps=20)
+        ),
     )
 
 
-def a_step_keeps_the_type_of_its_parameters(tx: mfx.Transform, params: dict[str, Tensor]) -> dict[str, Tensor]:
+def a_step_keeps_the_type_of_its_parameters(
+    tx: mfx.Transform, params: dict[str, Tensor]
+) -> dict[str, Tensor]:
     state = tx.init(params)
     grads = mfx.tree.map(torch.ones_like, params)
     updates, state = tx.update(grads, state, params, donate=mfx.Donation(updates=True))
@@ -110,12 +119,18 @@ def a_named_tuple_of_parameters_stays_one() -> Tensor:
 def schedules() -> float:
     rate: float = inverse_sqrt(2.0)(3)
     at: Tensor = mfx.cosine_decay_schedule(1.0, 10, end=0.1)(torch.tensor(5))
-    return rate + float(at) + mfx.join_schedules([mfx.linear_schedule(0.0, 1.0, 5), mfx.constant_schedule(1.0)], [5])(2)
+    return (
+        rate
+        + float(at)
+        + mfx.join_schedules([mfx.linear_schedule(0.0, 1.0, 5), mfx.constant_schedule(1.0)], [5])(2)
+    )
 
 
 def torch_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     muon = mfx.Muon(model, lr=1e-2, weight_decay=0.1, lr_scaling="spectral", betas=(0.9, 0.99))
-    mine = mfx.TransformOptimizer(model, mfx.chain(mfx.momentum(), mfx.scale(-0.1)), donate_grads=True)
+    mine = mfx.TransformOptimizer(
+        model, mfx.chain(mfx.momentum(), mfx.scale(-0.1)), donate_grads=True
+    )
     torch.optim.lr_scheduler.CosineAnnealingLR(muon, T_max=20)
     return [muon, mine, mfx.Muon(model, torch.tensor(1e-2), adamw_lr=torch.tensor(1e-3))]
 
@@ -130,7 +145,9 @@ def losses_of_steps(model: nn.Module) -> float:
         return loss
 
     loss: Tensor = optimizer.step(closure)
-    state: mfx.transforms.MomentumState = mfx.tree.get(optimizer.transform_state, mfx.transforms.MomentumState)
+    state: mfx.transforms.MomentumState = mfx.tree.get(
+        optimizer.transform_state, mfx.transforms.MomentumState
+    )
     measured: dict[str, float] = mfx.diagnose(optimizer).metrics()
     size: int = mfx.summary(optimizer).nbytes
     return loss.item() + len(state.trace) + len(measured) + size

@@ -20,6 +20,10 @@ def optimizer(model, steps, rate, zero):
         "adamw": adamw(ADAM_RATE, steps),
     }
     labels = dict(mfx.default_labels(model))
-    labels |= {name: "zero" for name, p in model.named_parameters() if labels[name] == "muon" and not p.any()}
+    labels |= {
+        name: "zero"
+        for name, p in model.named_parameters()
+        if labels[name] == "muon" and not p.any()
+    }
     tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.partition(parts, labels))
     return mfx.TransformOptimizer(model, tx).step

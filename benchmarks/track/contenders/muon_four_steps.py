@@ -8,6 +8,8 @@ SETTINGS = {"rate": 0.01}
 
 def optimizer(model, steps, rate):
     hidden = mfx.muon(
-        schedule(rate, steps), weight_decay=DECAY, orthogonalize=FP32.replace(coefficients="polar_express_4")
+        schedule(rate, steps),
+        weight_decay=DECAY,
+        orthogonalize=FP32.replace(coefficients="polar_express_4"),
     )
     return with_adamw(model, hidden, steps)

@@ -11,7 +11,9 @@ BLOCKS = mfx.MatrixView("(part=4 out) in -> part out in")
 
 def optimizer(model, steps, rate, blocks):
     def transform(peak, view):
-        hidden = mfx.muon(schedule(peak, steps), weight_decay=DECAY, orthogonalize=FP32.replace(view=view))
+        hidden = mfx.muon(
+            schedule(peak, steps), weight_decay=DECAY, orthogonalize=FP32.replace(view=view)
+        )
         parts = {"muon": hidden, "adamw": adamw(ADAM_RATE, steps)}
         return mfx.chain(mfx.clip_by_global_norm(1.0), mfx.partition(parts, labels))
 
@@ -23,7 +25,9 @@ def optimizer(model, steps, rate, blocks):
     def step():
         nonlocal state, count
         tx = by_blocks if count % 5 else whole
-        updates, state = tx.update({name: param.grad for name, param in params.items()}, state, params, donate=True)
+        updates, state = tx.update(
+            {name: param.grad for name, param in params.items()}, state, params, donate=True
+        )
         for name, update in updates.items():
             params[name] += update
         count += 1

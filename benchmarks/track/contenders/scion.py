@@ -7,5 +7,7 @@ SETTINGS = {"rate": 2**-9}
 
 
 def optimizer(model, steps, rate):
-    tx = mfx.contrib.scion(schedule(rate, steps), orthogonalize=FP32, labels=mfx.default_labels(model))
+    tx = mfx.contrib.scion(
+        schedule(rate, steps), orthogonalize=FP32, labels=mfx.default_labels(model)
+    )
     return mfx.TransformOptimizer(model, tx).step

@@ -73,7 +73,12 @@ def read(
         >>> optimizer.step()
         >>> params = dict(model.named_parameters())
         >>> state = read("torch", optimizer, recipe("torch", optimizer, params), params)
-        >>> bool((state["momentum"].trace["weight"] == optimizer.state[model.weight]["momentum_buffer"]).all())
+        >>> bool(
+        ...     (
+        ...         state["momentum"].trace["weight"]
+        ...         == optimizer.state[model.weight]["momentum_buffer"]
+        ...     ).all()
+        ... )
         True
     """
     form = _format(format)
@@ -100,7 +105,9 @@ def _steps_of(entry: _Entry, keys: Keys) -> int | None:
     return int(steps)
 
 
-def write(format: FormatName, state: PyTree, target: Any, params: PyTree, *, names: Names = None) -> dict[str, Any]:
+def write(
+    format: FormatName, state: PyTree, target: Any, params: PyTree, *, names: Names = None
+) -> dict[str, Any]:
     """Convert the state of a transform to a state dict for another optimizer.
 
     Args:
@@ -124,7 +131,9 @@ def write(format: FormatName, state: PyTree, target: Any, params: PyTree, *, nam
         >>> model = torch.nn.Linear(4, 3)
         >>> params = dict(model.named_parameters())
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> optimizer.load_state_dict(write("torch", mfx.adamw(1e-3).init(params), optimizer, params))
+        >>> optimizer.load_state_dict(
+        ...     write("torch", mfx.adamw(1e-3).init(params), optimizer, params)
+        ... )
         >>> sorted(optimizer.state[model.bias])
         ['exp_avg', 'exp_avg_sq', 'step']
     """
@@ -214,7 +223,9 @@ def recipe(
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3, 4))
-        >>> recipe("torch", torch.optim.Muon([weight], lr=0.1), {"w": weight})  # doctest: +NORMALIZE_WHITESPACE
+        >>> recipe(
+        ...     "torch", torch.optim.Muon([weight], lr=0.1), {"w": weight}
+        ... )  # doctest: +NORMALIZE_WHITESPACE
         chain(momentum(), orthogonalize(coefficients='keller'), scale_by_shape(lr_scaling='original'),
               add_decayed_weights(weight_decay=0.1), scale_by_learning_rate(learning_rate=0.1))
     """
@@ -284,7 +295,9 @@ def _label_for(tx: Transform, kind: str, chains: Mapping[str, Transform]) -> str
     for label, chain in chains.items():
         if chain == tx:
             return label
-    labels_of_kind = [label for label in chains if label.partition("_")[0] == kind]  # "muon" and "muon_2"
+    labels_of_kind = [
+        label for label in chains if label.partition("_")[0] == kind
+    ]  # "muon" and "muon_2"
     if not labels_of_kind:
         return kind
     return f"{kind}_{len(labels_of_kind) + 1}"
@@ -305,7 +318,9 @@ class _Entry(NamedTuple):
 def _format(format: str) -> Format:
     """Return the `Format` with a name such as "keller"; raise ValueError for an unknown name."""
     if format not in FORMATS:
-        raise ValueError(f"format: found {format!r}, expected one of {[*FORMATS]}{did_you_mean(format, list(FORMATS))}")
+        raise ValueError(
+            f"format: found {format!r}, expected one of {[*FORMATS]}{did_you_mean(format, list(FORMATS))}"
+        )
     return FORMATS[format]
 
 
@@ -327,13 +342,17 @@ def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Nam
             for number in group["params"]:
                 name = name_of[number]
                 if name in entries:
-                    raise ValueError(f"{form.title}: found {name!r} in two optimizers or groups, expected one")
+                    raise ValueError(
+                        f"{form.title}: found {name!r} in two optimizers or groups, expected one"
+                    )
                 values = saved["state"].get(number, {})  # none before the first step
                 entries[name] = _Entry(name, form.kind_of(group, values), group, values, number)
     return list(entries.values())
 
 
-def _names_of_each(form: Format, names: Names, number_of_optimizers: int) -> Sequence[Sequence[str] | None]:
+def _names_of_each(
+    form: Format, names: Names, number_of_optimizers: int
+) -> Sequence[Sequence[str] | None]:
     """Return a list with the names of the parameters of each optimizer, or None, from the argument ``names`` of `read`.
 
     >>> torch_format = FORMATS["torch"]
@@ -361,12 +380,17 @@ def _state_dict_of(form: Format, optimizer: Any) -> Mapping[str, Any]:
     if isinstance(optimizer, torch.optim.Optimizer):
         state_dict = optimizer.state_dict()
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise TypeError(f"{form.title}: expected an optimizer or its state_dict(), found {type(state_dict).__name__}")
+        raise TypeError(
+            f"{form.title}: expected an optimizer or its state_dict(), found {type(state_dict).__name__}"
+        )
     return state_dict
 
 
 def _names_in_order(
-    optimizer: object, groups: Sequence[Group], params: Mapping[str, Tensor], names: Sequence[str] | None
+    optimizer: object,
+    groups: Sequence[Group],
+    params: Mapping[str, Tensor],
+    names: Sequence[str] | None,
 ) -> Sequence[str]:
     """Return the names of the parameters of an optimizer or state dict, in its order; none if they are not known.
 
@@ -415,7 +439,10 @@ def _names_in_groups(groups: Sequence[Group]) -> list[str]:
 
 
 def _names_by_number(
-    form: Format, groups: Sequence[Group], ordered_names: Sequence[str], params: Mapping[str, Tensor]
+    form: Format,
+    groups: Sequence[Group],
+    ordered_names: Sequence[str],
+    params: Mapping[str, Tensor],
 ) -> dict[int | str, str]:
     """Return the name of each parameter by its number in the groups of a state dict: ``{0: "fc.weight", ...}``.
 
@@ -429,7 +456,9 @@ def _names_by_number(
     return dict(zip(numbers, ordered_names, strict=True))
 
 
-def _require_names(form: Format, names: Sequence[str], count: int, params: Mapping[str, Tensor]) -> None:
+def _require_names(
+    form: Format, names: Sequence[str], count: int, params: Mapping[str, Tensor]
+) -> None:
     """Raise unless there are names for ``count`` parameters, and all are names of ``params``."""
     if len(names) != count:
         number = len(names) or "no"
@@ -439,4 +468,6 @@ def _require_names(form: Format, names: Sequence[str], count: int, params: Mappi
         )
     unknown = sorted({*names} - params.keys())
     if unknown:
-        raise ValueError(f"{form.title}: found the names {format_list(unknown)}, expected names of params")
+        raise ValueError(
+            f"{form.title}: found the names {format_list(unknown)}, expected names of params"
+        )

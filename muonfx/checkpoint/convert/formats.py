@@ -11,7 +11,13 @@ import torch
 from muonfx.core import Transform, chain
 from muonfx.recipes import adamw, lion
 from muonfx.routing.stored_patterns import in_equal_parts, in_parts
-from muonfx.transforms import add_decayed_weights, momentum, orthogonalize, scale_by_learning_rate, scale_by_shape
+from muonfx.transforms import (
+    add_decayed_weights,
+    momentum,
+    orthogonalize,
+    scale_by_learning_rate,
+    scale_by_shape,
+)
 from muonfx.transforms.matrices import STACK, MatrixView
 from muonfx.transforms.scale import ShapeRule
 
@@ -135,11 +141,15 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
 def _require_adamw_options(group: Group) -> None:
     """Raise if a group of torch.optim.AdamW or Adam has an option without an equivalent here, such as "amsgrad"."""
     refused = [key for key in ("amsgrad", "maximize") if group.get(key)]
-    is_coupled = not group.get("decoupled_weight_decay", True)  # Adam adds the decay to the gradient
+    is_coupled = not group.get(
+        "decoupled_weight_decay", True
+    )  # Adam adds the decay to the gradient
     if is_coupled and float(group["weight_decay"]):
         refused.append("the coupled weight_decay of torch.optim.Adam")
     if refused:
-        raise ValueError(f"found {' and '.join(refused)}, without an equivalent in muonfx: turn it off")
+        raise ValueError(
+            f"found {' and '.join(refused)}, without an equivalent in muonfx: turn it off"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ Keller Jordan
@@ -163,7 +173,9 @@ def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) 
             f"shape {tuple(shape)} has no equivalent in muonfx: the source scales updates by the sides of the kernel, "
             "muonfx by the sides of the flattened matrix. The state itself can be converted, with read()"
         )
-    pattern = STACK if len(shape) == 3 else None  # three dims: the source takes them as a stack of matrices
+    pattern = (
+        STACK if len(shape) == 3 else None
+    )  # three dims: the source takes them as a stack of matrices
     arguments: dict[str, Any] = {"coefficients": "keller", "view": MatrixView(pattern)}
     if group.get("ns_steps", 5) != 5:  # newer releases have always five, the default here
         arguments["steps"] = group["ns_steps"]
@@ -183,7 +195,9 @@ def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) 
 def _moonlight_kind(group: Group, values: Values) -> str:
     """Return "muon" or "adamw", which Moonlight's Muon records in the state of each parameter."""
     if "use_muon" not in values:
-        raise ValueError("expected Moonlight's Muon, which keeps 'use_muon' for each parameter; found none")
+        raise ValueError(
+            "expected Moonlight's Muon, which keeps 'use_muon' for each parameter; found none"
+        )
     return "muon" if values["use_muon"] else "adamw"
 
 
@@ -217,7 +231,9 @@ _DION_SCALINGS: dict[str | None, ShapeRule | None] = {
 def _dion_kind(group: Group, values: Values) -> str:
     """Return "muon", "adamw" or "lion", the algorithm of the group."""
     if group.get("algorithm") not in ("muon", "adamw", "lion"):
-        raise ValueError(f"expected a group of dion.Muon, found the algorithm {group.get('algorithm')!r}")
+        raise ValueError(
+            f"expected a group of dion.Muon, found the algorithm {group.get('algorithm')!r}"
+        )
     return group["algorithm"]
 
 
@@ -268,7 +284,10 @@ def _dion_pattern(group: Group, shape: torch.Size) -> str | None:
 
 # ------------------------------------------------------------------------------------------------------------ the table
 
-_KELLER_KEYS = {"muon": Keys(("momentum_buffer",)), "adamw": Keys(("exp_avg", "exp_avg_sq"), "step")}
+_KELLER_KEYS = {
+    "muon": Keys(("momentum_buffer",)),
+    "adamw": Keys(("exp_avg", "exp_avg_sq"), "step"),
+}
 
 
 def _float_step(step: int) -> torch.Tensor:

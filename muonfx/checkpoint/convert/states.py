@@ -49,7 +49,9 @@ def _states_in(node: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """
     if type(node) in _KINDS:  # of momentum, Adam or Lion
         yield path, node
-    elif isinstance(node, ScheduledState):  # it counts steps itself, and has the state of an inner transform
+    elif isinstance(
+        node, ScheduledState
+    ):  # it counts steps itself, and has the state of an inner transform
         yield path, node
         yield from _states_in(node.inner, f"{path}inner/")
     elif isinstance(node, dict):
@@ -74,11 +76,15 @@ def _moments_of(state: Any, path: str) -> dict[str, PyTree]:
     moments.pop("count", None)
     # Eight bits alone are no value: a moment in this form consists of codes and scales.
     if any(isinstance(moment, QuantizedState | KeyedQuantizedState) for moment in moments.values()):
-        raise ValueError(f"{path}: states in eight bits cannot be converted; convert into a chain with an fp32 state")
+        raise ValueError(
+            f"{path}: states in eight bits cannot be converted; convert into a chain with an fp32 state"
+        )
     return moments
 
 
-def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_ball: bool, step: int | None) -> PyTree:
+def filled(
+    tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_ball: bool, step: int | None
+) -> PyTree:
     """Return the state of a transform with the values that another optimizer has for each parameter.
 
     ``leaves`` is a dict from parameter name to these values. ``heavy_ball`` is True if the other optimizer's momenta
@@ -99,7 +105,9 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
             steps_of_params = {name: step_of[name] for name in names if name in step_of} or step_of
             problems += _fill_count(part.count, f"{path}count", steps_of_params, step)
     for name in unused_names:
-        problems.append(f"{name!r} has a {leaves[name].kind} state that the transform does not keep")
+        problems.append(
+            f"{name!r} has a {leaves[name].kind} state that the transform does not keep"
+        )
     if problems:
         texts = first_of_each_kind(sorted(set(problems)))
         raise ValueError(f"the source does not fit the transform: {'; '.join(texts)}")
@@ -114,7 +122,9 @@ def _mistakes_of_step(step: int | None, step_of: Mapping[str, int]) -> list[str]
     return [f"step: found {step}, but the source counts {min(counts)} steps; leave step= out"]
 
 
-def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int | None) -> list[str]:
+def _fill_count(
+    count: Tensor, path: str, step_of: Mapping[str, int], step: int | None
+) -> list[str]:
     """Set the step count of a transform to the count of its parameters in the source, or else to ``step``.
 
     ``step_of`` has the count of each parameter, such as ``{"fc.weight": 100, "fc.bias": 100}``, from which the step

@@ -19,7 +19,12 @@ from muonfx.core import Transform
 from muonfx.engines.deepspeed.flat_optimizer import FlatOptimizer, States
 from muonfx.engines.deepspeed.flat_params import FlatParams, WithPosition
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
-from muonfx.engines.deepspeed.parallel import all_ranks, gather_objects, global_names, raising_on_all_ranks
+from muonfx.engines.deepspeed.parallel import (
+    all_ranks,
+    gather_objects,
+    global_names,
+    raising_on_all_ranks,
+)
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.tree import PyTree, Spec
 
@@ -64,7 +69,14 @@ def save(
         values = _Values.of(optimizer, FlatParams.to_save)
         group = all_ranks()
         return checkpoint.save(
-            path, values.state, tx=values.tx, params=values.params, step=step, extra=extra, keep=keep, group=group
+            path,
+            values.state,
+            tx=values.tx,
+            params=values.params,
+            step=step,
+            extra=extra,
+            keep=keep,
+            group=group,
         )
 
 
@@ -94,7 +106,9 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     True
     """
     optimizer = _optimizer_of(engine)
-    with optimizer.without_new_state():  # a failed load leaves none, because weights may be loaded after it
+    with (
+        optimizer.without_new_state()
+    ):  # a failed load leaves none, because weights may be loaded after it
         params, leaves = _loaded_values(path, optimizer)
     flat_optimizers = optimizer.all_flat_optimizers()
     # At stages 1 to 3 this is DeepSpeed's own optimizer, a wrapper of this one.
@@ -114,7 +128,9 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
         zero.checkpoint_event_epilogue()
 
 
-def _loaded_values(path: str | os.PathLike[str], optimizer: ZeroOptimizer) -> tuple[dict[str, Any], list[Any]]:
+def _loaded_values(
+    path: str | os.PathLike[str], optimizer: ZeroOptimizer
+) -> tuple[dict[str, Any], list[Any]]:
     """Read the values of this rank from a checkpoint; return its parameters by name, and the leaves of its state.
 
     All ranks must call this together.
@@ -131,7 +147,9 @@ def _optimizer_of(engine: Any) -> ZeroOptimizer:
     # At ZeRO stages 1 to 3, `engine.optimizer` is a wrapper, whose attribute ``optimizer`` is the one of this module.
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if not isinstance(optimizer, ZeroOptimizer):
-        raise TypeError(f"engine: its optimizer is {optimizer!r}, expected one of muonfx.engines.deepspeed")
+        raise TypeError(
+            f"engine: its optimizer is {optimizer!r}, expected one of muonfx.engines.deepspeed"
+        )
     return optimizer
 
 
@@ -158,12 +176,16 @@ class _Values(NamedTuple):
 
         ``with_position`` is `FlatParams.to_save`, or `FlatParams.with_position` to load.
         """
-        expert_name_of = global_names(optimizer.model)  # other parameters have their own names in a checkpoint
+        expert_name_of = global_names(
+            optimizer.model
+        )  # other parameters have their own names in a checkpoint
         flat_optimizers = optimizer.all_flat_optimizers()
         # 1. The state of this rank. A checkpoint has no leaves that are None, but a loaded state has them again, so
         # ``paths`` has their paths, too.
         with raising_on_all_ranks("a checkpoint", all_ranks()):
-            leaf_of_path = _local_state(flat_optimizers, optimizer.state, expert_name_of, with_position)
+            leaf_of_path = _local_state(
+                flat_optimizers, optimizer.state, expert_name_of, with_position
+            )
         local_leaves = {path: leaf for path, leaf in leaf_of_path.items() if leaf is not None}
         # 2. The parameters of this rank, each with its position in the whole parameter.
         global_name_of: dict[str, str] = {}
@@ -217,12 +239,16 @@ def _local_state(
 def _rename_path(path: tuple[Any, ...], new_name_of: Mapping[str, str]) -> tuple[Any, ...]:
     """Return the path of a leaf of the state, in which the name of a parameter is replaced by its new name.
 
-    >>> _rename_path(("momentum", "trace", "experts.0.weight"), {"experts.0.weight": "experts.2.weight"})
+    >>> _rename_path(
+    ...     ("momentum", "trace", "experts.0.weight"), {"experts.0.weight": "experts.2.weight"}
+    ... )
     ('momentum', 'trace', 'experts.2.weight')
     """
     entries: list[Any] = []
     for entry in path:
-        entries.append(new_name_of.get(str(entry), entry))  # an entry that is no parameter's name stays
+        entries.append(
+            new_name_of.get(str(entry), entry)
+        )  # an entry that is no parameter's name stays
     return tuple(entries)
 
 
@@ -284,7 +310,9 @@ def _nest_leaves(leaf_of_path: Mapping[tuple[Any, ...], Any]) -> PyTree:
     return root
 
 
-def _merge_leaves(first: Tensor | FlatShard | None, second: Tensor | FlatShard | None) -> Tensor | FlatShard | None:
+def _merge_leaves(
+    first: Tensor | FlatShard | None, second: Tensor | FlatShard | None
+) -> Tensor | FlatShard | None:
     """Return the value that is not None; of two step counts, return the larger.
 
     Each flat optimizer of a rank has all leaves of the state, with None for parameters of the others.

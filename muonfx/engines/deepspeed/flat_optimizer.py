@@ -47,7 +47,9 @@ class FlatOptimizer:
         states: ``optimizer.state``. New state is put into it, unless it has entries that DeepSpeed has loaded.
     """
 
-    def __init__(self, tx: Transform, whole_params: NamedTensors, flat: FlatParams, states: States) -> None:
+    def __init__(
+        self, tx: Transform, whole_params: NamedTensors, flat: FlatParams, states: States
+    ) -> None:
         self.flat = flat
         """The flat tensor, and the positions of the parameters' shards in it."""
         self._tx = tx
@@ -112,7 +114,9 @@ class FlatOptimizer:
         # A tensor has one dtype, so that all parameters in it must have state of this dtype.
         if entries[key].dtype != leaf.dtype:
             dtypes = (entries[key].dtype, leaf.dtype)
-            raise ValueError(f"the state {key!r} has the dtypes {dtypes} in one flat tensor; pin one")
+            raise ValueError(
+                f"the state {key!r} has the dtypes {dtypes} in one flat tensor; pin one"
+            )
         self.flat.view(name, entries[key]).copy_(leaf)
 
     def check_and_cast(self, states: States) -> None:
@@ -140,9 +144,13 @@ class FlatOptimizer:
         """Raise unless the state of a tensor has exactly the keys of the transform, such as "momentum.trace"."""
         if state_of_key.keys() == specs.keys():
             return
-        key = min(specs.keys() ^ state_of_key.keys())  # alphabetically, the first key that only one of them has
+        key = min(
+            specs.keys() ^ state_of_key.keys()
+        )  # alphabetically, the first key that only one of them has
         problem = "is missing" if key in specs else "belongs to another transform"
-        raise self._misfit(key, f"{problem}; found {sorted(state_of_key)}, expected {sorted(specs)}")
+        raise self._misfit(
+            key, f"{problem}; found {sorted(state_of_key)}, expected {sorted(specs)}"
+        )
 
     def _require_fit(self, key: str, leaf: Tensor, spec: Spec) -> None:
         """Raise unless a tensor of the state has the expected shape, and a dtype that can be cast without a loss."""
@@ -182,13 +190,17 @@ class FlatOptimizer:
         """Write a new state to ``optimizer.state``, into the tensors of ``stored_state``, which `_read` returned."""
         stored_leaves = tree.leaves(stored_state)
         new_leaves = tree.leaves(new_state)
-        for state_leaf, stored_leaf, new_leaf in zip(self._state_leaves, stored_leaves, new_leaves, strict=True):
+        for state_leaf, stored_leaf, new_leaf in zip(
+            self._state_leaves, stored_leaves, new_leaves, strict=True
+        ):
             if new_leaf is stored_leaf:  # the step has not replaced it, or both are None
                 continue
             if state_leaf.name is None:  # such as a step count: every tensor has the same leaf
                 for tensor in self.flat.tensors:
                     states[tensor][state_leaf.key] = new_leaf
-            elif new_leaf.data_ptr() != stored_leaf.data_ptr():  # else the step has updated the memory in place
+            elif (
+                new_leaf.data_ptr() != stored_leaf.data_ptr()
+            ):  # else the step has updated the memory in place
                 stored_leaf.copy_(new_leaf)
 
     def step(self, numbers: dict[str, Any], states: States) -> None:
@@ -196,11 +208,15 @@ class FlatOptimizer:
 
         Call `check_and_cast` before.
         """
-        if numbers is not self._numbers:  # `GroupNumbers.read` returns the same dict until a number changes
+        if (
+            numbers is not self._numbers
+        ):  # `GroupNumbers.read` returns the same dict until a number changes
             self._set_numbers(numbers)
         # The parameters, gradients and state are views of the tensors of DeepSpeed.
         params = self.flat.params()
-        grads = {name: self.flat.view(name, tensor.grad) for name, tensor in self.flat.tensor_of.items()}
+        grads = {
+            name: self.flat.view(name, tensor.grad) for name, tensor in self.flat.tensor_of.items()
+        }
         state = self._read(states)
         # A flat gradient may be overwritten, but not one of stage 0, which may be a parameter's own.
         updates, new_state = self._placed_tx.update(
@@ -215,7 +231,9 @@ class FlatOptimizer:
     def _set_numbers(self, numbers: dict[str, Any]) -> None:
         """Build the transform again with new hyperparameters."""
         fitted_numbers = fitted(hyperparams(self._tx), numbers)
-        self._placed_tx = _placed(prepared(with_hyperparams(self._tx, fitted_numbers)), self.flat.layout)
+        self._placed_tx = _placed(
+            prepared(with_hyperparams(self._tx, fitted_numbers)), self.flat.layout
+        )
         self._numbers = numbers
 
     def global_leaves(self, states: States, with_position: WithPosition) -> list[Any]:
@@ -266,7 +284,9 @@ class FlatOptimizer:
                 new_leaves.append(self._loaded_leaf(loaded_leaf))
         new_state = tree.unflatten(self._treedef, new_leaves)
         if self.flat.layout is not None:
-            new_state = from_global(self._placed_tx, new_state, self._with_all_names(self.flat.params()))
+            new_state = from_global(
+                self._placed_tx, new_state, self._with_all_names(self.flat.params())
+            )
         self._write(stored_state, new_state, states)
 
     def _loaded_leaf(self, leaf: Tensor | FlatShard) -> Any:
@@ -293,7 +313,9 @@ def _add_missing(new_entries_of: States, states: States) -> None:
             states[tensor] = new_entries
 
 
-def _state_leaves_of(state: PyTree, all_names: Iterable[str], params: NamedTensors) -> list[_StateLeaf]:
+def _state_leaves_of(
+    state: PyTree, all_names: Iterable[str], params: NamedTensors
+) -> list[_StateLeaf]:
     """Return for each leaf of a state where it is in ``optimizer.state``.
 
     A leaf of the shape of a parameter is stored with this parameter: the momentum of "fc.weight" is at
@@ -305,12 +327,16 @@ def _state_leaves_of(state: PyTree, all_names: Iterable[str], params: NamedTenso
         params: the parameters of the flat tensor, or their shards, by name.
     """
     state_leaves: list[_StateLeaf] = []
-    owners = ownership_of(state, dict.fromkeys(all_names))  # the parameter to which each leaf belongs, if any
+    owners = ownership_of(
+        state, dict.fromkeys(all_names)
+    )  # the parameter to which each leaf belongs, if any
     for path, owner, leaf in zip(tree.paths(state), owners, tree.leaves(state), strict=True):
         name = owner.parameter
         # A leaf of another shape, such as a norm of a matrix, cannot be in a flat tensor at the parameter's position.
         if name is not None and name in params and _have_one_shape(leaf, params[name]):
-            state_leaves.append(_StateLeaf(path_of(owner.path), name))  # `owner.path` is without the name
+            state_leaves.append(
+                _StateLeaf(path_of(owner.path), name)
+            )  # `owner.path` is without the name
         else:
             state_leaves.append(_StateLeaf(path_of(path), None))
     return state_leaves

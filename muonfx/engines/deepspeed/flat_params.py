@@ -136,7 +136,10 @@ WithPosition = Callable[[FlatParams, str, Tensor], Tensor | FlatShard]
 
 
 def locate(
-    flat_tensor: Tensor, params: NamedTensors, whole_params: NamedTensors, tensor_group: dist.ProcessGroup | None
+    flat_tensor: Tensor,
+    params: NamedTensors,
+    whole_params: NamedTensors,
+    tensor_group: dist.ProcessGroup | None,
 ) -> FlatParams:
     """Find where the shards of ``params`` are in a flat tensor of ZeRO stage 1, 2 or 3.
 
@@ -153,9 +156,17 @@ def locate(
     else:
         stage = 3
         partition = _partition_of_stage_3(flat_tensor, params, engine)
-    if tensor_group is not None:  # up to here, of the rows or columns of AutoTP; now of the whole parameters
+    if (
+        tensor_group is not None
+    ):  # up to here, of the rows or columns of AutoTP; now of the whole parameters
         partition = _with_tensor_parallel(partition, params, tensor_group)
-    layout = _layout(partition.cuts, whole_params, dict.fromkeys(params, flat_tensor), partition.group, stage=stage)
+    layout = _layout(
+        partition.cuts,
+        whole_params,
+        dict.fromkeys(params, flat_tensor),
+        partition.group,
+        stage=stage,
+    )
     flat = FlatParams(
         tensor_of=dict.fromkeys(partition.intervals, flat_tensor),
         layout=layout,
@@ -286,7 +297,9 @@ def _partition_of_buffer(flat_tensor: Tensor, params: NamedTensors) -> _Partitio
     return _Partition(cuts, intervals, group, misplaced_name)
 
 
-def _start_in_buffer(interval_of_rank: Sequence[FlatInterval], length: int, numel: int) -> int | None:
+def _start_in_buffer(
+    interval_of_rank: Sequence[FlatInterval], length: int, numel: int
+) -> int | None:
     """Return where a parameter of ``numel`` elements begins in the buffer, the concatenated flat tensors of all ranks.
 
     The flat tensor of each rank has ``length`` elements. With 12 elements each, a parameter of 8 elements may have 4 at
@@ -373,7 +386,9 @@ def _partition_of_stage_3(flat_tensor: Tensor, params: NamedTensors, engine: Any
         numel = prod(shape)
         padded_length = int(param.ds_tensor.ds_numel)  # of every rank's shard
         borders = [padded_length * index for index in range(size + 1)]
-        cuts[name] = Intervals(shape, 0, tuple(borders))  # for 5 elements on two ranks, the borders are 0, 3 and 6
+        cuts[name] = Intervals(
+            shape, 0, tuple(borders)
+        )  # for 5 elements on two ranks, the borders are 0, 3 and 6
         # This rank's interval. With few elements, the last ranks have only padding, and an interval of length 0.
         start_in_param = min(rank * padded_length, numel)
         length = min(padded_length, numel - start_in_param)  # without the padding
@@ -382,7 +397,9 @@ def _partition_of_stage_3(flat_tensor: Tensor, params: NamedTensors, engine: Any
     return _Partition(cuts, intervals, group)
 
 
-def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_group: dist.ProcessGroup) -> _Partition:
+def _with_tensor_parallel(
+    partition: _Partition, params: NamedTensors, tensor_group: dist.ProcessGroup
+) -> _Partition:
     """Return the partition of whole parameters by both AutoTP and ZeRO.
 
     AutoTP gives each tensor-parallel rank some rows or columns of a parameter. ZeRO flattens them and partitions them
@@ -393,7 +410,9 @@ def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_gr
     tensor_size = dist.get_world_size(tensor_group)
     tensor_rank = dist.get_rank(tensor_group)
     # 1. For each rank, its tensor-parallel rank, and its interval of each parameter.
-    ranks: list[tuple[int, dict[str, FlatInterval]]] = gather_objects((tensor_rank, partition.intervals), group)
+    ranks: list[tuple[int, dict[str, FlatInterval]]] = gather_objects(
+        (tensor_rank, partition.intervals), group
+    )
     # 2. For each parameter, which elements of the whole each rank holds.
     cuts: dict[str, Cut] = {}
     saved_elsewhere: set[str] = set()
@@ -404,13 +423,17 @@ def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_gr
         # ZeRO. The intervals of two of them may overlap, which shards of a checkpoint must not: rank 0 saves it.
         if shards is None and tensor_rank != 0:
             saved_elsewhere.add(name)
-        interval_of_rank = [(rank_in_tensor_group, intervals[name]) for rank_in_tensor_group, intervals in ranks]
+        interval_of_rank = [
+            (rank_in_tensor_group, intervals[name]) for rank_in_tensor_group, intervals in ranks
+        ]
         cuts[name] = Listed(shape, _positions_in_whole(shape, shards, interval_of_rank))
     return partition._replace(cuts=cuts, group=group, saved_elsewhere=frozenset(saved_elsewhere))
 
 
 def _positions_in_whole(
-    shape: tuple[int, ...], shards: Sequence[ShardPosition] | None, interval_of_rank: Iterable[tuple[int, FlatInterval]]
+    shape: tuple[int, ...],
+    shards: Sequence[ShardPosition] | None,
+    interval_of_rank: Iterable[tuple[int, FlatInterval]],
 ) -> list[ShardPosition]:
     """Return which elements of a whole parameter each rank holds, if both AutoTP and ZeRO partition it.
 
@@ -454,7 +477,9 @@ def _name_of_differing(flat: FlatParams, params: NamedTensors) -> str | None:
         if name not in params:
             continue
         shard = _local_shard(params[name], flat.intervals[name].start_in_param, view.numel())
-        if shard.numel() < view.numel():  # DeepSpeed stores the values elsewhere, so that nothing can be compared
+        if (
+            shard.numel() < view.numel()
+        ):  # DeepSpeed stores the values elsewhere, so that nothing can be compared
             _warn_of_unknown_values(name)
             continue
         if not _is_copy(view.reshape(-1), shard):

@@ -63,11 +63,18 @@ def Muon(model: nn.Module, lr: float = 2e-3, **options: Any) -> ZeroOptimizer:
     Raises:
         TypeError, ValueError: an argument is not valid; see `optimizer` and `muonfx.Muon`.
 
-    >>> [group["label"] for group in Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).param_groups]
+    >>> [
+    ...     group["label"]
+    ...     for group in Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).param_groups
+    ... ]
     ['muon', 'adamw']
     """
-    trained = trained_parameters(model)  # without frozen ones; ``model`` is passed as well, for the types of modules
-    return ZeroOptimizer(model, muon.Muon.transform_for(trained, lr, model=model, **with_parts(options)))
+    trained = trained_parameters(
+        model
+    )  # without frozen ones; ``model`` is passed as well, for the types of modules
+    return ZeroOptimizer(
+        model, muon.Muon.transform_for(trained, lr, model=model, **with_parts(options))
+    )
 
 
 def require_own_step(config: Mapping[str, Any]) -> None:
@@ -95,7 +102,9 @@ def require_own_step(config: Mapping[str, Any]) -> None:
         )
 
 
-def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **more: Any) -> tuple[Any, ...]:
+def initialize(
+    model: nn.Module, config: Mapping[str, Any] | str | Path, **more: Any
+) -> tuple[Any, ...]:
     """Call ``deepspeed.initialize`` with a configuration whose optimizer is Muon.
 
     DeepSpeed accepts by name only its own optimizers and those of torch. This function removes the entry

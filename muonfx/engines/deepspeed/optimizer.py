@@ -81,7 +81,9 @@ class ZeroOptimizer(Optimizer):
         params = trained_parameters(model)
         whole_params = _whole_params(params)
         tx.init(whole_params)  # raises if the transform cannot handle the parameters
-        rules = _visited(tx, whole_params).rules  # the label of each parameter, and the transforms that update it
+        rules = _visited(
+            tx, whole_params
+        ).rules  # the label of each parameter, and the transforms that update it
         _require_labels(params, rules)
         # 1. Create ``param_groups``, and ``state``, which is empty.
         super().__init__(_new_groups(tx, params, rules), {})
@@ -100,7 +102,8 @@ class ZeroOptimizer(Optimizer):
         self._all_groups = self.param_groups
         """All param groups. In a step of stages 1 and 2, DeepSpeed replaces ``param_groups`` by one group at a time."""
         self._numbers_of_names = {
-            tuple(group["param_names"]): _numbers_from_construction(group, rules) for group in self.param_groups
+            tuple(group["param_names"]): _numbers_from_construction(group, rules)
+            for group in self.param_groups
         }
         """The reader of the hyperparameters of each group, by the names of the group's parameters."""
         # 3. Attributes that a step changes.
@@ -146,7 +149,9 @@ class ZeroOptimizer(Optimizer):
                 if self._step_group is not None:
                     facts.update(self._facts_of_step(group_of_optimizer))
         except Exception:
-            self.param_groups = self._all_groups  # DeepSpeed would leave the one group of this call there
+            self.param_groups = (
+                self._all_groups
+            )  # DeepSpeed would leave the one group of this call there
             # An error may have left some ranks without the new ones: the next call makes them on all ranks together.
             self._flat_optimizers = flat_optimizers
             raise
@@ -221,7 +226,9 @@ class ZeroOptimizer(Optimizer):
         written: dict[str, Tensor] = {}
         for name, stepped_tensor in flat.tensor_of.items():
             param = self._params[name]
-            if stepped_tensor is param:  # at stage 0 in fp32, DeepSpeed has no copy to write over it
+            if (
+                stepped_tensor is param
+            ):  # at stage 0 in fp32, DeepSpeed has no copy to write over it
                 continue
             count = param._version
             if self._write_counts.get(name, count) != count:
@@ -272,7 +279,9 @@ class ZeroOptimizer(Optimizer):
         trained_before = set(self._params.values())
         for name, param in trained.items():
             if param not in trained_before:
-                raise _trained_has_changed(name, "requires grad now, but did not when the optimizer was made")
+                raise _trained_has_changed(
+                    name, "requires grad now, but did not when the optimizer was made"
+                )
         trained_now = set(trained.values())
         for name, param in self._params.items():
             if param not in trained_now:
@@ -340,7 +349,9 @@ class ZeroOptimizer(Optimizer):
         engine = stage_3_of(params)
         if engine is None:
             return group["params"]
-        return flats_of(engine, params)  # at stage 3, DeepSpeed puts its flat tensors into the group in a step only
+        return flats_of(
+            engine, params
+        )  # at stage 3, DeepSpeed puts its flat tensors into the group in a step only
 
     def _tensors_to_step(self, group: Group) -> list[Tensor]:
         """Return the flat tensors of a param group with a gradient in this step; at stage 0, its first tensor."""
@@ -361,7 +372,9 @@ class ZeroOptimizer(Optimizer):
                 flat = locate_at_stage_0(stepped_tensors, params, self._whole_params, tensor_group)
             else:
                 flat = locate(tensor, params, self._whole_params, tensor_group)
-            self._flat_optimizers[tensor] = FlatOptimizer(self.tx, self._whole_params, flat, self.state)
+            self._flat_optimizers[tensor] = FlatOptimizer(
+                self.tx, self._whole_params, flat, self.state
+            )
         return self._flat_optimizers[tensor]
 
     def _has_unflattened_tensors(self, group: Group) -> bool:
@@ -389,7 +402,9 @@ class ZeroOptimizer(Optimizer):
         """
         state_dict = super().state_dict()
         visited = _visited(self.tx, self._whole_params)
-        for tracked, saved_group in zip(self._tracked_groups(), state_dict["param_groups"], strict=True):
+        for tracked, saved_group in zip(
+            self._tracked_groups(), state_dict["param_groups"], strict=True
+        ):
             names = tracked.names
             saved_group.update(entries_of_code(self.tx, tracked))
             saved_group[CHAINS] = record_of_group(visited, names, {name: name for name in names})
@@ -435,7 +450,10 @@ class ZeroOptimizer(Optimizer):
 
     def _tracked_groups(self) -> list[TrackedGroup]:
         """Return the groups with the names of their parameters and the objects that read their numbers."""
-        return [TrackedGroup(group, group["param_names"], self._numbers_of(group)) for group in self.param_groups]
+        return [
+            TrackedGroup(group, group["param_names"], self._numbers_of(group))
+            for group in self.param_groups
+        ]
 
     def _warnings_of_load(self, saved_groups: Sequence[Group]) -> list[str]:
         """Return the warnings of saved groups: other numbers than in the code of this optimizer, or another chain.
@@ -479,7 +497,9 @@ class ZeroOptimizer(Optimizer):
             for key in (*self._numbers_of(group).keys, _REQUESTED_RATE):
                 if key not in saved_group:
                     first_name = group["param_names"][0]
-                    raise ValueError(f"the state has no hyperparameter {key!r} for the group of {first_name!r}")
+                    raise ValueError(
+                        f"the state has no hyperparameter {key!r} for the group of {first_name!r}"
+                    )
 
 
 def _require_steps_of_parts(tx: Transform) -> None:
@@ -509,13 +529,16 @@ def _require_labels(names: Iterable[str], rules: Mapping[str, UpdateRule]) -> No
     """
     for name in names:
         if name not in rules or rules[name].is_left_out:
-            raise ValueError(f"{name!r} requires grad but has no label: give it a label, or freeze it before this call")
+            raise ValueError(
+                f"{name!r} requires grad but has no label: give it a label, or freeze it before this call"
+            )
 
 
 def _whole_params(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return parameters that ZeRO or AutoTP may have partitioned in full, as meta tensors by name."""
     return {
-        name: torch.empty(whole_shape_of(param), dtype=param.dtype, device="meta") for name, param in params.items()
+        name: torch.empty(whole_shape_of(param), dtype=param.dtype, device="meta")
+        for name, param in params.items()
     }
 
 
@@ -525,7 +548,9 @@ def _visited(tx: Transform, whole_params: Mapping[str, Tensor]) -> VisitedTransf
     return VisitedTransform(tx, visits[0], update_rules_of(visits))
 
 
-def _new_groups(tx: Transform, params: Mapping[str, Tensor], rules: Mapping[str, UpdateRule]) -> list[Group]:
+def _new_groups(
+    tx: Transform, params: Mapping[str, Tensor], rules: Mapping[str, UpdateRule]
+) -> list[Group]:
     """Return the param groups: parameters with one update rule (their label and transforms) are in one group.
 
     For Muon with AdamW these are ``{"label": "muon", "lr": 0.02, "momentum": 0.95, "params": [("fc.weight", weight)]}``
@@ -608,7 +633,9 @@ def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Group]) -> None:
             return
 
 
-def _by_expert_group(pairs: Sequence[tuple[str, Tensor]]) -> dict[str | None, list[tuple[str, Tensor]]]:
+def _by_expert_group(
+    pairs: Sequence[tuple[str, Tensor]],
+) -> dict[str | None, list[tuple[str, Tensor]]]:
     """Divide (name, parameter) pairs by the group of ranks that share an expert; other parameters have the key None.
 
     With experts over 2 ranks, the keys are None and "ep_size_2", DeepSpeed's name of the group.

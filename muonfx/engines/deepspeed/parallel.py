@@ -83,7 +83,9 @@ def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition
     return tuple(shards)
 
 
-def _are_shards_of(shape: tuple[int, ...], shards: Sequence[ShardPosition], local_shape: tuple[int, ...]) -> bool:
+def _are_shards_of(
+    shape: tuple[int, ...], shards: Sequence[ShardPosition], local_shape: tuple[int, ...]
+) -> bool:
     """Return True if shards have each element of a tensor of this shape once, and one has the shape of this rank's.
 
     >>> first_rows = ShardPosition.grid([[(0, 2)], [(0, 8)]])
@@ -102,7 +104,9 @@ def _widths_of_parts(metadata: dict[str, Any]) -> Sequence[Sequence[int]] | None
 
     A layer that is not fused is a single part. The result is None if AutoTP has not described the widths.
 
-    >>> _widths_of_parts({"sub_param_shard_widths": [(2, 2), (1, 1), (1, 1)]})  # query, key and value are fused
+    >>> _widths_of_parts(
+    ...     {"sub_param_shard_widths": [(2, 2), (1, 1), (1, 1)]}
+    ... )  # query, key and value are fused
     [(2, 2), (1, 1), (1, 1)]
     >>> _widths_of_parts({"partition_sizes": [2, 2]})
     [[2, 2]]
@@ -119,7 +123,9 @@ def _widths_of_parts(metadata: dict[str, Any]) -> Sequence[Sequence[int]] | None
 def _spans_of_rank(widths: Sequence[Sequence[int]], rank: int) -> list[Span]:
     """Return the indices of one rank along the partitioned dim. ``widths[part][rank]`` is the width of its shard.
 
-    >>> _spans_of_rank([(2, 2), (1, 1), (1, 1)], 1)  # query, key and value of a fused projection, on two ranks
+    >>> _spans_of_rank(
+    ...     [(2, 2), (1, 1), (1, 1)], 1
+    ... )  # query, key and value of a fused projection, on two ranks
     [(2, 4), (5, 6), (7, 8)]
     """
     spans: list[Span] = []
@@ -132,7 +138,9 @@ def _spans_of_rank(widths: Sequence[Sequence[int]], rank: int) -> list[Span]:
     return spans
 
 
-def block_group_of(data_group: dist.ProcessGroup, tensor_group: dist.ProcessGroup) -> dist.ProcessGroup:
+def block_group_of(
+    data_group: dist.ProcessGroup, tensor_group: dist.ProcessGroup
+) -> dist.ProcessGroup:
     """Return the group of all ranks that hold parts of the same parameters: all tensor-parallel groups of a data group.
 
     For example, ranks 0 and 2 partition the parameters by ZeRO (the data group), and AutoTP splits them over ranks 0
@@ -155,7 +163,9 @@ def block_group_of(data_group: dist.ProcessGroup, tensor_group: dist.ProcessGrou
 def _undescribed(name: str, metadata: dict[str, Any]) -> ValueError:
     """Return an error for a parameter whose partition by AutoTP is not described by disjoint shards."""
     conversion: dict[str, Any] = metadata.get("conversion") or {}
-    reason = conversion.get("unsupported_reason") or "its metadata does not describe disjoint shards"
+    reason = (
+        conversion.get("unsupported_reason") or "its metadata does not describe disjoint shards"
+    )
     return ValueError(
         f"{name!r}: found a partition by DeepSpeed's AutoTP that cannot be gathered ({reason}), expected rows or "
         'columns of each rank: exclude this layer in "tensor_parallel", or train with another optimizer. '
@@ -187,7 +197,9 @@ def global_names(model: nn.Module) -> dict[str, str]:
         expert_group: Any = getattr(layer, "ep_group", None)
         if experts is None or expert_group is None:
             continue
-        if dist.get_world_size(expert_group) == 1:  # this rank has all experts, so that the indices are global
+        if (
+            dist.get_world_size(expert_group) == 1
+        ):  # this rank has all experts, so that the indices are global
             continue
         # 2. The index of this rank's first expert is added to each of its own indices.
         first_expert = dist.get_rank(expert_group) * len(experts)
@@ -227,7 +239,9 @@ def ranks_of_step(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 @contextmanager
-def raising_on_all_ranks(operation: str, group: dist.ProcessGroup | None) -> Generator[dict[str, object]]:
+def raising_on_all_ranks(
+    operation: str, group: dist.ProcessGroup | None
+) -> Generator[dict[str, object]]:
     """Return a context manager: if its block raises on one rank of a group, all ranks of the group raise.
 
     Otherwise the other ranks would wait for this one until the timeout of the group. Rank 1 of two ranks raises in its

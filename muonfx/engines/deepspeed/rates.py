@@ -23,7 +23,9 @@ class _RequestedRates(NamedTuple):
     @classmethod
     def of(cls, groups: Sequence[Mapping[str, Any]]) -> _RequestedRates:
         """Return the rates of new param groups."""
-        return cls([str(group["label"]) for group in groups], [float(group["lr"]) for group in groups])
+        return cls(
+            [str(group["label"]) for group in groups], [float(group["lr"]) for group in groups]
+        )
 
     @property
     def are_different(self) -> bool:
@@ -33,7 +35,9 @@ class _RequestedRates(NamedTuple):
     @property
     def text(self) -> str:
         """The labels with their rates, such as "muon 0.02, adamw 0.0003"."""
-        return ", ".join([f"{label} {rate:g}" for label, rate in zip(self.labels, self.rates, strict=True)])
+        return ", ".join(
+            [f"{label} {rate:g}" for label, rate in zip(self.labels, self.rates, strict=True)]
+        )
 
 
 class GroupRates:
@@ -65,7 +69,9 @@ class GroupRates:
         if not self._needs_checks:
             return
         rates = {float(group["lr"]) for group in groups}
-        if len(rates) > 1:  # the scheduler has a rate for each group, and will have one in all steps
+        if (
+            len(rates) > 1
+        ):  # the scheduler has a rate for each group, and will have one in all steps
             self._needs_checks = False
             return
         rate = rates.pop()
@@ -100,8 +106,12 @@ def require_rates_by_group(config: Mapping[str, Any], groups: Sequence[Mapping[s
         params.setdefault("warmup_max_lr", 0.001)
     for key in _RATE_KEYS:
         value = params.get(key)
-        is_one_number = isinstance(value, int | float)  # a list, with one rate for each group, is accepted
-        is_from_trainer = value == "auto"  # the Trainer replaces it by its learning_rate, one number
+        is_one_number = isinstance(
+            value, int | float
+        )  # a list, with one rate for each group, is accepted
+        is_from_trainer = (
+            value == "auto"
+        )  # the Trainer replaces it by its learning_rate, one number
         if is_one_number or is_from_trainer:
             raise ValueError(_one_rate_in_config(requested, key, value))
 

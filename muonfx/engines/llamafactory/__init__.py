@@ -45,7 +45,9 @@ def muon(model: nn.Module, optim_config: Mapping[str, Any], **more: Any) -> Muon
     options.pop("name", None)  # it selected this function, and is no argument of `Muon`
     lr = options.pop("lr", more.get("learning_rate"))
     if lr is None:
-        raise ValueError("optim_config: found no lr; set it there: LLaMA-Factory does not pass its learning_rate")
+        raise ValueError(
+            "optim_config: found no lr; set it there: LLaMA-Factory does not pass its learning_rate"
+        )
     return Muon(model, lr, **with_parts(options))
 
 

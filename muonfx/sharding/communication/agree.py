@@ -25,7 +25,13 @@ from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.value import named_numbers
 from muonfx.internal.tracing import without_transforms
-from muonfx.sharding.communication.differences import Facts, difference_text, errors_by_rank, first_difference, listed
+from muonfx.sharding.communication.differences import (
+    Facts,
+    difference_text,
+    errors_by_rank,
+    first_difference,
+    listed,
+)
 from muonfx.sharding.communication.messages import all_objects, collective, host_device
 from muonfx.sharding.digests import digest
 from muonfx.sharding.errors import ShardingError
@@ -81,7 +87,9 @@ def errors_on_all_ranks(group: dist.ProcessGroup | None) -> Generator[None]:
         yield
     except Exception as error:
         if group is not None and dist.get_world_size(group) > 1 and not _is_shared(error, group):
-            with without_transforms():  # the message is a plain tensor, also for an error inside `torch.func.grad`
+            with (
+                without_transforms()
+            ):  # the message is a plain tensor, also for an error inside `torch.func.grad`
                 _send_error(error, group)
             _note_shared(error, group)
         raise
@@ -130,7 +138,9 @@ def agree(
     urgency = [_REQUEST if request else 0]
     call = _signed_hash((operation, same), _CALL_WORDS)
     values = [_signed_hash(value, _VALUE_WORDS) for value in compared]
-    [largest_urgency], call_maxima, *value_maxima = _maxima_over_ranks([urgency, call, *values], group, operation)
+    [largest_urgency], call_maxima, *value_maxima = _maxima_over_ranks(
+        [urgency, call, *values], group, operation
+    )
     # 2. The maxima are equal on all ranks. So if one rank has an error, or makes another call, all ranks raise.
     if largest_urgency == _ERROR:
         error_of_rank = all_objects(None, group, operation)  # this rank has no error
@@ -157,7 +167,9 @@ def _send_error(error: Exception, group: dist.ProcessGroup) -> None:
     all_objects(f"{type(error).__name__}: {error}", group, operation)
 
 
-def _maxima_over_ranks(values: Sequence[list[int]], group: dist.ProcessGroup, operation: str) -> list[list[int]]:
+def _maxima_over_ranks(
+    values: Sequence[list[int]], group: dist.ProcessGroup, operation: str
+) -> list[list[int]]:
     """Return, for each list of numbers, the largest of each number on any rank. This is one all-reduce.
 
     For ``[[0], [7, 5]]`` on rank 0 and ``[[1], [6, 8]]`` on rank 1, both get ``[[1], [7, 8]]``. In a call of `agree`
@@ -185,7 +197,9 @@ def _signed_hash(value: object, count: int) -> list[int]:
     differ. Thus one all-reduce suffices, whose message does not grow with the number of ranks.
     """
     if value is NO_VALUE:
-        return [_BELOW_ALL_WORDS] * (2 * count)  # changes no maximum, so only the values of the other ranks count
+        return [_BELOW_ALL_WORDS] * (
+            2 * count
+        )  # changes no maximum, so only the values of the other ranks count
     text = repr(value)
     hashed = hashlib.blake2b(text.encode(), digest_size=4 * count).digest()
     numbers = struct.unpack(f">{count}I", hashed)  # of 32 bits each
@@ -281,7 +295,12 @@ def comparable_numbers(tx: Transform) -> dict[str, object]:
 
 # -------------------------------------------------------------------------------------------------------------- leaves
 
-DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point}, key=str))
+DTYPES = tuple(
+    sorted(
+        {d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point},
+        key=str,
+    )
+)
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
 
 _NONE = 0
@@ -363,7 +382,9 @@ def agree_on_leaves(
 
 def _codes_of_leaves(values: PyTree, unplaced: Iterable[str]) -> bytearray:
     """Return one number for each leaf of a tree: the code of its dtype, plus `_UNPLACED` for the `unplaced` names."""
-    codes = bytearray(map(_code_of, tree.leaves(values)))  # one byte for each leaf, to be compared and sent fast
+    codes = bytearray(
+        map(_code_of, tree.leaves(values))
+    )  # one byte for each leaf, to be compared and sent fast
     names = tree.names(values)
     for name in unplaced:
         codes[names.index(name)] += _UNPLACED
@@ -417,7 +438,9 @@ def _codes_of_all_ranks(codes: bytearray, rank: int, group: dist.ProcessGroup) -
     return table.tolist()
 
 
-def _missing_on_some(names: Sequence[str], codes_of_rank: list[list[int]]) -> dict[str, MissingLeaf]:
+def _missing_on_some(
+    names: Sequence[str], codes_of_rank: list[list[int]]
+) -> dict[str, MissingLeaf]:
     """Return the leaves that only some ranks have, by name. Raise if a leaf has different dtypes.
 
     ``codes_of_rank[r][i]`` is the code of leaf i on rank r: 0 (`_NONE`) if it is None, else the code of its dtype, plus

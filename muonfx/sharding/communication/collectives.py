@@ -13,8 +13,19 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.internal.tracing import without_transforms
 from muonfx.placement.buckets import split_into_buckets
-from muonfx.sharding.communication.agree import DTYPES, LeafAgreement, agree_on_leaves, errors_on_all_ranks
-from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange, lists_by_rank
+from muonfx.sharding.communication.agree import (
+    DTYPES,
+    LeafAgreement,
+    agree_on_leaves,
+    errors_on_all_ranks,
+)
+from muonfx.sharding.communication.messages import (
+    Exchange,
+    collective,
+    copied,
+    exchange,
+    lists_by_rank,
+)
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
 from muonfx.sharding.shards.dtensors import is_dtensor, require_no_transform, require_shards
@@ -46,7 +57,9 @@ def gathered(layout: ShardTable, local: PyTree) -> PyTree:
     return tree.unflatten(treedef, leaf_of.values())
 
 
-def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequence[str] | None) -> PyTree:
+def gathered_with_derivatives(
+    layout: ShardTable, local: PyTree, chosen: Sequence[str] | None
+) -> PyTree:
     """Gather the shards of all ranks to whole tensors on every rank. Gradients flow from whole tensors to the shards.
 
     `chosen` has the names of the leaves to gather, such as ``["w"]`` for one layer; others are returned unchanged.
@@ -67,14 +80,18 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
     return tree.unflatten(treedef, leaf_of.values())
 
 
-def _require_same_leaves(layout: ShardTable, leaf_of: dict[str, Any], names: Sequence[str] = ()) -> None:
+def _require_same_leaves(
+    layout: ShardTable, leaf_of: dict[str, Any], names: Sequence[str] = ()
+) -> None:
     """Raise on all ranks unless each leaf is a shard on all ranks or None on all, and all pass the same `names`.
 
     `leaf_of` has the leaves by name, and `names` are those that the caller chose to gather.
     """
     # `leaf_of` counts as a tree, a flat one: to find the names in a tree of many levels takes as long as a collective.
     with without_transforms():
-        agreement = agree_on_shards("gathering leaves", leaf_of, layout, same={"arguments": str(names)})
+        agreement = agree_on_shards(
+            "gathering leaves", leaf_of, layout, same={"arguments": str(names)}
+        )
     if agreement.missing:  # the same on all ranks, so all of them raise
         name = min(agreement.missing)
         raise ShardingError(
@@ -94,7 +111,9 @@ def _local_shards(leaf_of: dict[str, Any]) -> dict[str, Tensor]:
     return shards
 
 
-def agree_on_shards(operation: str, values: PyTree, layout: ShardTable, **options: Any) -> LeafAgreement:
+def agree_on_shards(
+    operation: str, values: PyTree, layout: ShardTable, **options: Any
+) -> LeafAgreement:
     """Raise on all ranks unless each leaf is None or the shard of its rank. Return which leaves are None on some ranks.
 
     The arguments are those of `agree_on_leaves`.
@@ -104,7 +123,9 @@ def agree_on_shards(operation: str, values: PyTree, layout: ShardTable, **option
     return agree_on_leaves(operation, values, layout, **options)
 
 
-def all_reduce(layout: ShardTable, values: Tensor, operation: str, op: Any = dist.ReduceOp.SUM) -> None:
+def all_reduce(
+    layout: ShardTable, values: Tensor, operation: str, op: Any = dist.ReduceOp.SUM
+) -> None:
     """Reduce a tensor elementwise over all ranks, in place. Errors name the `operation`."""
     if layout.group is None or layout.size == 1:
         return
@@ -123,7 +144,9 @@ def _gather(layout: ShardTable, names: Sequence[str], shards: Sequence[Tensor]) 
     With ``names = ["w"]``, rank 0 passes ``[tensor([1., 2.])]``, rank 1 passes ``[tensor([3., 4.])]``, and both get
     ``[tensor([1., 2., 3., 4.])]``.
     """
-    wholes = [shard.new_empty(layout.specs[name].shape) for name, shard in zip(names, shards, strict=True)]
+    wholes = [
+        shard.new_empty(layout.specs[name].shape) for name, shard in zip(names, shards, strict=True)
+    ]
     # Some of the parameters at a time, so that the messages need little memory.
     for indices in in_buckets(wholes, BUCKET):
         # For each rank, the parts of this rank's shards to send to it, and the parts of whole tensors that it sends.
@@ -163,7 +186,9 @@ def _sent_boxes(layout: ShardTable, name: str, shard: Tensor) -> Iterator[tuple[
                 yield receiver, boxes
 
 
-def _received_boxes(layout: ShardTable, name: str, whole: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+def _received_boxes(
+    layout: ShardTable, name: str, whole: Tensor
+) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield the rank that sends each shard of a parameter to this rank, with the boxes of the whole tensor to fill.
 
     For two holders of a shard, even ranks receive it from the first, and odd ranks from the second.
@@ -184,7 +209,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        function: _Collective, transpose: _Collective, layout: ShardTable, names: Sequence[str], *tensors: Tensor
+        function: _Collective,
+        transpose: _Collective,
+        layout: ShardTable,
+        names: Sequence[str],
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         return tuple(function(layout, names, tensors))
 
@@ -194,7 +223,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, None, *_Linear.apply(ctx.transpose, ctx.function, ctx.layout, ctx.names, *grads)
+        return (
+            None,
+            None,
+            None,
+            None,
+            *_Linear.apply(ctx.transpose, ctx.function, ctx.layout, ctx.names, *grads),
+        )
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -253,7 +288,9 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     return tree.unflatten(treedef, leaves)
 
 
-def _with_missing_gradients(layout: ShardTable, grads: PyTree, agreement: LeafAgreement) -> dict[str, Tensor]:
+def _with_missing_gradients(
+    layout: ShardTable, grads: PyTree, agreement: LeafAgreement
+) -> dict[str, Tensor]:
     """Return this rank's gradients by name, with zeros for those that only other ranks have.
 
     If the tree is ``{"w": None, "b": grad}`` here, and another rank has a gradient of "w", "w" is zero here. If no rank
@@ -264,9 +301,13 @@ def _with_missing_gradients(layout: ShardTable, grads: PyTree, agreement: LeafAg
     for name, leaf in tree.named_leaves(grads):
         if leaf is not None:
             gradient_of[name] = leaf.detach()
-        elif name in agreement.missing:  # another rank has this gradient, and the mean is over all ranks
+        elif (
+            name in agreement.missing
+        ):  # another rank has this gradient, and the mean is over all ranks
             shape = layout.specs[name].shape
-            gradient_of[name] = torch.zeros(shape, dtype=agreement.missing[name].dtype, device=device)
+            gradient_of[name] = torch.zeros(
+                shape, dtype=agreement.missing[name].dtype, device=device
+            )
     return gradient_of
 
 
@@ -280,7 +321,9 @@ def _require_gradients(layout: ShardTable, grads: PyTree) -> None:
         if gradient is None:  # this rank may lack it: it counts as zero
             continue
         if gradient.dtype not in DTYPES:
-            raise ShardingError(f"the gradient of {name!r} has dtype {gradient.dtype}, expected a floating dtype")
+            raise ShardingError(
+                f"the gradient of {name!r} has dtype {gradient.dtype}, expected a floating dtype"
+            )
         layout.require_whole(name, gradient)
 
 
@@ -302,18 +345,24 @@ def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) 
     return _gather(equal_parts, names, means)
 
 
-def _reduce_to_shards(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
+def _reduce_to_shards(
+    layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]
+) -> list[Tensor]:
     """Average whole tensors over all ranks, each rank its own shards. Return this rank's shards of the means.
 
     Rank 0 may hold the first half of a parameter, and rank 1 the second. Rank 0 then sends the second half of its
     tensor to rank 1, and averages the first halves of both tensors.
     """
-    positions = [layout.position(name) for name in names]  # which elements of each parameter this rank holds
+    positions = [
+        layout.position(name) for name in names
+    ]  # which elements of each parameter this rank holds
     if layout.size == 1:  # the mean of one rank
         return list(map(ShardPosition.cut, positions, wholes))
     means = list(map(ShardPosition.blank, positions, wholes))  # to be filled
     for indices in in_buckets(wholes, BUCKET):  # some of the parameters at a time, to save memory
-        outgoing = lists_by_rank(layout)  # for each rank, the tensors to send: parts (boxes) of this rank's tensors
+        outgoing = lists_by_rank(
+            layout
+        )  # for each rank, the tensors to send: parts (boxes) of this rank's tensors
         targets: list[Tensor] = []  # the parts of `means` that this rank computes, as views
         for index in indices:
             name = names[index]
@@ -326,7 +375,10 @@ def _reduce_to_shards(layout: ShardTable, names: Sequence[str], wholes: Sequence
 
 
 def _exchange_and_average(
-    layout: ShardTable, outgoing: Sequence[Sequence[Tensor]], targets: Sequence[Tensor], wire: Tensor
+    layout: ShardTable,
+    outgoing: Sequence[Sequence[Tensor]],
+    targets: Sequence[Tensor],
+    wire: Tensor,
 ) -> None:
     """Send ``outgoing[r]`` to each rank r. Write the means over all ranks of the received tensors to `targets`.
 
@@ -337,7 +389,12 @@ def _exchange_and_average(
     shapes = [target.shape for target in targets]
     expected = [numel] * layout.size  # from each rank, itself included
     messages = Exchange(
-        layout, outgoing, expected, dtype=wire.dtype, device=wire.device, operation="reducing gradients"
+        layout,
+        outgoing,
+        expected,
+        dtype=wire.dtype,
+        device=wire.device,
+        operation="reducing gradients",
     )
     tensors_of_rank = messages.arrived([shapes] * layout.size)
     for target, *tensors in zip(targets, *tensors_of_rank, strict=True):
@@ -375,7 +432,12 @@ def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
 
     A tensor above the limit has a list of its own.
 
-    >>> tensors = [torch.zeros(2), torch.zeros(2), torch.zeros(9), torch.zeros(2, dtype=torch.float64)]
+    >>> tensors = [
+    ...     torch.zeros(2),
+    ...     torch.zeros(2),
+    ...     torch.zeros(9),
+    ...     torch.zeros(2, dtype=torch.float64),
+    ... ]
     >>> list(in_buckets(tensors, limit=16))  # in fp32 two elements have 8 bytes
     [[0, 1], [2], [3]]
     """

@@ -36,7 +36,9 @@ def errors_by_rank(error_of_rank: Sequence[str | None]) -> str:
     return "\n".join(lines)
 
 
-def first_difference(values_of_rank: Sequence[Mapping[str, object]]) -> tuple[str, list[int]] | None:
+def first_difference(
+    values_of_rank: Sequence[Mapping[str, object]],
+) -> tuple[str, list[int]] | None:
     """Return the first subject on which a rank differs from rank 0, and the ranks that all have that other value.
 
     Return None if no rank differs.
@@ -61,7 +63,9 @@ def difference_text(first: object, second: object, ranks: str) -> str:
 
     >>> difference_text({"lr": "0.1", "eps": "0"}, {"lr": "0.2", "eps": "0"}, "rank 2")
     "'lr' is 0.1 on rank 0 and 0.2 on rank 2"
-    >>> difference_text({"loss": float("nan"), "value": 1}, {"loss": float("nan"), "value": 1.0}, "rank 2")
+    >>> difference_text(
+    ...     {"loss": float("nan"), "value": 1}, {"loss": float("nan"), "value": 1.0}, "rank 2"
+    ... )
     "'value' is 1 on rank 0 and 1.0 on rank 2"
     """
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):

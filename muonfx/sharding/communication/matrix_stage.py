@@ -87,7 +87,9 @@ class MatrixStage:
             return self._init(params)
 
         def init_bucket(bucket: Sequence[str]) -> PyTree:
-            return self._init(map_named(lambda name, param: param if name in bucket else None, params))
+            return self._init(
+                map_named(lambda name, param: param if name in bucket else None, params)
+            )
 
         # With the state in host memory or on disk, it is built bucket by bucket.
         return init_in_buckets(self.store, self._names_of_buckets(), params, init_bucket)
@@ -113,7 +115,9 @@ class MatrixStage:
             new_names = names - earlier_names
             names_of_buckets.append(sorted(new_names))
             earlier_names |= names
-        return names_of_buckets or [[]]  # the transforms are initialized once, also without a matrix
+        return names_of_buckets or [
+            []
+        ]  # the transforms are initialized once, also without a matrix
 
     def _init(self, params: PyTree) -> PyTree:
         """Return the initial state for the matrices that this rank computes; it is None for all other matrices."""
@@ -125,7 +129,9 @@ class MatrixStage:
         state = self.tx.functions.init(tree.unflatten(treedef, leaves))
         return self._with_missing_leaves(state, params)
 
-    def _params_to_init(self, local_params: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    def _params_to_init(
+        self, local_params: Mapping[str, Any], device: torch.device
+    ) -> dict[str, Tensor]:
         """Return the parameters that are passed to `init`, by name: the whole matrices that this rank computes.
 
         Their values are gathered from all ranks if `init` reads values. Else they are NaN, and nothing is sent. A
@@ -134,7 +140,9 @@ class MatrixStage:
         if not self.reads_params or device.type == "meta":
             return self._params_of_nan(local_params)
         matrices: dict[str, Tensor] = {}
-        for bucket in self.plan.local_buckets(local_params):  # a bucket is some matrices that are sent together
+        for bucket in self.plan.local_buckets(
+            local_params
+        ):  # a bucket is some matrices that are sent together
             gather = _Gather(self, bucket, local_params, as_params=True)  # starts the messages
             matrices |= gather.wait()
         return matrices
@@ -158,7 +166,9 @@ class MatrixStage:
         It has the structure of the state on every rank. Meta tensors have shapes without values.
         """
         shapes = {name: spec.shape for name, spec in self.plan.specs.items()}
-        for shard in self.plan.shards:  # a rank may compute some matrices of a stack: ``(count, rows, columns)``
+        for shard in (
+            self.plan.shards
+        ):  # a rank may compute some matrices of a stack: ``(count, rows, columns)``
             shapes[shard.name] = shard.shape
 
         def meta_tensor(name: str, leaf: Tensor) -> Tensor:
@@ -194,7 +204,9 @@ class Step:
     results of the previous one are scattered.
     """
 
-    def __init__(self, stage: MatrixStage, call: Arguments, state_parameters: StateParameters) -> None:
+    def __init__(
+        self, stage: MatrixStage, call: Arguments, state_parameters: StateParameters
+    ) -> None:
         """Find this rank's shards and the buckets of the step.
 
         Args:
@@ -206,7 +218,9 @@ class Step:
         self._call = call
         # This rank's shards of the updates, by parameter name, and of the parameters, if the transforms read them.
         leaves, self._treedef = tree.flatten(call.updates)
-        self.local_updates: dict[str, Any] = dict(zip(tree.names(call.updates), leaves, strict=True))
+        self.local_updates: dict[str, Any] = dict(
+            zip(tree.names(call.updates), leaves, strict=True)
+        )
         self._local_params: dict[str, Any] | None = None
         if call.params is not None and stage.reads_params:
             self._local_params = dict(tree.named_leaves(call.params))
@@ -222,7 +236,9 @@ class Step:
             device = device_of(call.updates, call.params)
             names = [bucket.computed_names for bucket in self._buckets]
             parameters = state_parameters.of(call.state, call.updates)  # of each leaf of the state
-            self._bucketed = BucketedState(stage.store, device, call.state, parameters, names, call.donate)
+            self._bucketed = BucketedState(
+                stage.store, device, call.state, parameters, names, call.donate
+            )
 
     def _find_names_to_overwrite(self) -> set[str]:
         """Return the parameters whose local updates (the arguments of this step) are overwritten by its results.
@@ -244,7 +260,9 @@ class Step:
         the previous one are sent back.
         """
         for name, leaf in self.local_updates.items():
-            if leaf is not None and not leaf.numel():  # without elements on this rank: nothing is written to it
+            if (
+                leaf is not None and not leaf.numel()
+            ):  # without elements on this rank: nothing is written to it
                 self.updated_shards[name] = leaf
         gathers = self._start_gathers(self._buckets[0])
         scatter: _Scatter | None = None
@@ -308,7 +326,12 @@ class _Gather:
     """
 
     def __init__(
-        self, stage: MatrixStage, bucket: Bucket, local_shards: Mapping[str, Any], *, as_params: bool = False
+        self,
+        stage: MatrixStage,
+        bucket: Bucket,
+        local_shards: Mapping[str, Any],
+        *,
+        as_params: bool = False,
     ) -> None:
         """Start to send this rank's parts of matrices to the ranks that compute them, if other ranks do."""
         self._stage = stage
@@ -324,7 +347,9 @@ class _Gather:
 
         Then ``self._bucket.outgoing[1]`` is ``[("w", view)]``. The view is a position, which is the same in all steps.
         """
-        outgoing = lists_by_rank(self._stage.layout)  # for each rank, these parts of the tensors of this step
+        outgoing = lists_by_rank(
+            self._stage.layout
+        )  # for each rank, these parts of the tensors of this step
         for rank, boxes in enumerate(self._bucket.outgoing):
             for name, view in boxes:
                 outgoing[rank].append(view.of(self._local_shards[name]))
@@ -369,7 +394,9 @@ class _Gather:
         shape (2, 4, 2) is allocated, and the result is ``{"v": stack[0], "w": stack[1]}``.
         """
         matrices: dict[str, Tensor] = {}
-        boxes_of: dict[str, Sequence[Tensor]] = {}  # the parts of each matrix that the ranks send, such as some rows
+        boxes_of: dict[
+            str, Sequence[Tensor]
+        ] = {}  # the parts of each matrix that the ranks send, such as some rows
         # `members` are the matrices of one stack, as their transfers: which rank sends which part.
         for members in self._members_of_stacks():
             names = [local.shard.name for local in members]
@@ -377,7 +404,9 @@ class _Gather:
             boxes_of_members = _boxes_of_entries(stack, members[0])
             matrices.update(zip(names, stack.unbind(), strict=True))
             boxes_of.update(zip(names, boxes_of_members, strict=True))
-        exchange.wait(self._incoming(boxes_of))  # the values arrive in the boxes, which are views of the stacks
+        exchange.wait(
+            self._incoming(boxes_of)
+        )  # the values arrive in the boxes, which are views of the stacks
         return matrices
 
     def _members_of_stacks(self) -> list[list[LocalTransfers]]:
@@ -449,7 +478,9 @@ def _local_matrices(transfers: LocalTransfers, local_shard: Tensor) -> Tensor:
     `local_shard` is this rank's shard of the parameter, and may have further elements. For a rank that holds matrices 0
     to 3 of a stack, with shape (4, 8, 8), and computes 0 and 1, the result is ``local_shard[:2]``.
     """
-    shape = transfers.shard.shape  # of the result: the parameter's, or (count, rows, columns) for a part of a stack
+    shape = (
+        transfers.shard.shape
+    )  # of the result: the parameter's, or (count, rows, columns) for a part of a stack
     views = transfers.local_views  # where the matrices are in the local shard
     # 1. The local shard has these matrices and no others.
     if transfers.is_same_shard:
@@ -493,7 +524,9 @@ class _Scatter:
         shard. `local` says where the elements are in the shard (``local_views``) and the result (``matrix_views``).
         """
         name = local.shard.name
-        if local.is_same_shard:  # the result has all elements of the shard, and is used without a copy
+        if (
+            local.is_same_shard
+        ):  # the result has all elements of the shard, and is used without a copy
             self._step.updated_shards[name] = _like_input(result, self._step.local_updates[name])
             return
         result_as_shard = local.shard.as_shard(result)
@@ -508,20 +541,28 @@ class _Scatter:
         1. Its own two rows are in ``outgoing[0]``, and are only copied.
         """
         layout = self._step.stage.layout
-        returned = self._bucket.returned  # the matrices of which any rank sends results, with their transfers
+        returned = (
+            self._bucket.returned
+        )  # the matrices of which any rank sends results, with their transfers
         outgoing = lists_by_rank(layout)
         for local in returned:
             result = results[local.shard.name]
-            if not local.computes or result is None:  # another rank computes it and sends the result
+            if (
+                not local.computes or result is None
+            ):  # another rank computes it and sends the result
                 continue
             result_as_shard = local.shard.as_shard(result)
-            for owner_box in local.owner_boxes:  # where a box is in the result, and the ranks that hold it
+            for (
+                owner_box
+            ) in local.owner_boxes:  # where a box is in the result, and the ranks that hold it
                 box = owner_box.view.of(result_as_shard)
                 for rank in owner_box.holders:
                     outgoing[rank].append(box)
         # The message has one dtype. All updates are on one device.
         updates = [self._step.local_updates[local.shard.name] for local in returned]
-        wire_dtypes = {self._step.stage.plan.wire_dtypes(update.dtype).results for update in updates}
+        wire_dtypes = {
+            self._step.stage.plan.wire_dtypes(update.dtype).results for update in updates
+        }
         return Exchange(
             layout,
             outgoing,
@@ -539,7 +580,9 @@ class _Scatter:
         """
         if self._exchange is None:  # no rank needs results of another
             return
-        incoming = lists_by_rank(self._step.stage.layout)  # for each rank, the tensors into which its message is copied
+        incoming = lists_by_rank(
+            self._step.stage.layout
+        )  # for each rank, the tensors into which its message is copied
         for local in self._bucket.returned:
             owner = local.shard.the_owner  # the rank that computed this matrix
             incoming[owner] += self._boxes_to_fill(local)

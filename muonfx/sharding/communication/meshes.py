@@ -38,7 +38,9 @@ def group_of_meshes(ranks_of: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.Proc
     # 3. A new group, which ranks outside the meshes do not create.
     group = dist.new_group(ranks, use_local_synchronization=True)
     if not isinstance(group, dist.ProcessGroup):
-        raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
+        raise ShardingError(
+            f"this process is not among the ranks {ranks} of the parameters' meshes"
+        )
     return group
 
 
@@ -74,7 +76,9 @@ def cuts_on_meshes(
             if len(digests) > 1:
                 meshes_that_differ.append(mesh)
     cuts = cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks))
-    on_several_meshes = [name for name, dtensor in dtensors.items() if dtensor.mesh in meshes_that_differ]
+    on_several_meshes = [
+        name for name, dtensor in dtensors.items() if dtensor.mesh in meshes_that_differ
+    ]
     return cuts, tuple(on_several_meshes)
 
 
@@ -109,11 +113,17 @@ def _meshes_of_all_ranks(
     rank = dist.get_rank(group)
     meshes_of_this_rank: list[_MeshOfRank] = []
     for mesh, ranks in ranks_of.items():
-        meshes_of_this_rank.append(_MeshOfRank(digest(ranks), coordinates_on[mesh].coordinates[rank]))
+        meshes_of_this_rank.append(
+            _MeshOfRank(digest(ranks), coordinates_on[mesh].coordinates[rank])
+        )
     # 2. The same of all ranks.
-    wait_for_all(group, CONSTRUCTING)  # a rank that failed before this has reported its error, which is raised here
+    wait_for_all(
+        group, CONSTRUCTING
+    )  # a rank that failed before this has reported its error, which is raised here
     messages = all_objects((description, meshes_of_this_rank), group, "finding out who holds what")
-    have_different_models = any(other_description != description for other_description, _ in messages)
+    have_different_models = any(
+        other_description != description for other_description, _ in messages
+    )
     if have_different_models:
         return {}
     corresponding: dict[DeviceMesh, list[_MeshOfRank]] = {}

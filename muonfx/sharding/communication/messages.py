@@ -128,7 +128,9 @@ def exchange(
     Messages are sent in the dtype of `wire`, on its device. Errors name the `operation`.
     """
     expected = list(map(_numel, incoming))
-    messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, operation=operation)
+    messages = Exchange(
+        layout, outgoing, expected, dtype=wire.dtype, device=wire.device, operation=operation
+    )
     messages.wait(incoming)
 
 

@@ -42,7 +42,9 @@ def complete_gradients(
     for name, leaf in missing.items():
         local_gradient = gradient_of[name]
         if local_gradient is None:  # zeros, which a copy of a replica's gradient overwrites
-            local_gradient = torch.zeros(layout.position(name).shape, dtype=leaf.dtype, device=device)
+            local_gradient = torch.zeros(
+                layout.position(name).shape, dtype=leaf.dtype, device=device
+            )
             gradient_of[name] = local_gradient
         _copy_to_replicas(layout, name, local_gradient, leaf.ranks)
     _, treedef = tree.flatten(updates)
@@ -76,7 +78,9 @@ def _local_gradient(layout: Layout, name: str, leaf: Any) -> Tensor | None:
     return local_of(leaf)
 
 
-def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, ranks_with_gradient: frozenset[int]) -> None:
+def _copy_to_replicas(
+    layout: Layout, name: str, gradient: Tensor, ranks_with_gradient: frozenset[int]
+) -> None:
     """Send a gradient to the ranks that had none, from a rank that holds the same shard and had one.
 
     If ranks 0 to 2 hold the same shard, and only ranks 1 and 2 have a gradient, rank 1 sends it to rank 0.

@@ -21,7 +21,13 @@ from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.tracing import without_transforms
 from muonfx.placement.buckets import split_into_buckets
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.communication.agree import NO_VALUE, LeafAgreement, agree, errors_on_all_ranks, warn_together
+from muonfx.sharding.communication.agree import (
+    NO_VALUE,
+    LeafAgreement,
+    agree,
+    errors_on_all_ranks,
+    warn_together,
+)
 from muonfx.sharding.communication.collectives import BUCKET, agree_on_shards, in_buckets
 from muonfx.sharding.communication.differences import listed
 from muonfx.sharding.communication.messages import (
@@ -57,7 +63,9 @@ class _Difference(NamedTuple):
 def verify_params(layout: Layout, local: PyTree) -> None:
     """Raise on all ranks if replicas of a parameter, the copies of one shard on several ranks, differ in any bit."""
     values = dict(tree.named_leaves(local))
-    difference = _find_difference("comparing parameters", values, _replicas_of_layout(layout), layout)
+    difference = _find_difference(
+        "comparing parameters", values, _replicas_of_layout(layout), layout
+    )
     if difference is not None:
         raise _different_params(layout, difference)
 
@@ -120,7 +128,9 @@ def warn_of_gradients(layout: Layout, gradients: Mapping[str, Any]) -> None:
 
     A parameter is replicated if several ranks hold the same shard of it, as all ranks do under data parallelism.
     """
-    difference = _find_difference("comparing gradients", gradients, _replicas_of_layout(layout), layout)
+    difference = _find_difference(
+        "comparing gradients", gradients, _replicas_of_layout(layout), layout
+    )
     if difference is not None and layout.group is not None:
         warn_together(
             f"the gradient of {difference.name!r} {difference.text}, expected equal values, because the parameter is "
@@ -217,7 +227,9 @@ def _first_difference(
             expected = checksums_of_rank[first][name]
             different = [rank for rank in replicas if checksums_of_rank[rank][name] != expected]
             if different:
-                return _Difference(name, f"has other values on {listed(different)} than on rank {first}")
+                return _Difference(
+                    name, f"has other values on {listed(different)} than on rank {first}"
+                )
     return None
 
 
@@ -265,7 +277,9 @@ def _require_on_all_holders(agreement: LeafAgreement, layout: Layout) -> None:
     """Raise if a leaf with replicas is None on some ranks. This is equal on all ranks, so all of them raise."""
     for name in agreement.missing:
         if layout.cuts[name].copies:
-            raise ShardingError(f"{name!r} is None on some ranks, expected a tensor on all ranks that hold it")
+            raise ShardingError(
+                f"{name!r} is None on some ranks, expected a tensor on all ranks that hold it"
+            )
 
 
 def _broadcast(params: T, layout: Layout, group: dist.ProcessGroup, *, donate: bool) -> T:
@@ -311,7 +325,9 @@ def _broadcast_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGro
     first_rank = dist.get_global_rank(group, 0)  # the source is named by its rank in the whole job
     for indices in in_buckets(tensors, BUCKET):
         targets = [tensors[index] for index in indices]
-        packed = torch.cat([target.flatten() for target in targets])  # on rank 0, the values to send
+        packed = torch.cat(
+            [target.flatten() for target in targets]
+        )  # on rank 0, the values to send
         with collective("broadcasting parameters"):
             dist.broadcast(packed, first_rank, group=group)
         shapes = [target.shape for target in targets]

@@ -66,7 +66,9 @@ def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
         store.set(key_of_rank, "")
         try:
             _require_all(store, keys, purpose, _timeout(group))
-        except BaseException:  # also KeyboardInterrupt: this rank has not arrived, and may call this again
+        except (
+            BaseException
+        ):  # also KeyboardInterrupt: this rank has not arrived, and may call this again
             store.delete_key(key_of_rank)
             raise
         # 2. All ranks have arrived, so all of them count the barrier, also if one has failed.
@@ -85,7 +87,11 @@ def ranks_that_claimed(name: str, group: dist.ProcessGroup) -> list[int]:
     ranks = dist.get_process_group_ranks(group)
     world = dist.group.WORLD
     # The group has all ranks of the job, or the job has no store in which another group could have claimed the name.
-    if world is None or len(ranks) == dist.get_world_size() or dist.get_backend(world) in _WITHOUT_STORE:
+    if (
+        world is None
+        or len(ranks) == dist.get_world_size()
+        or dist.get_backend(world) in _WITHOUT_STORE
+    ):
         return ranks
     # `compare_set` with "" writes the ranks if the key has no value yet, and returns the value of the key: the ranks of
     # the first group, such as "0 1".
@@ -164,7 +170,9 @@ def _missing(store: dist.Store, keys: Sequence[str], patience: timedelta) -> str
     """Wait until each rank has set its key. Return the ranks that have not, such as "ranks 1, 3", or "" if all have."""
     try:
         store.wait(list(keys), patience)
-    except RuntimeError:  # most stores raise DistStoreError, which is a RuntimeError, after the patience
+    except (
+        RuntimeError
+    ):  # most stores raise DistStoreError, which is a RuntimeError, after the patience
         absent_ranks = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if absent_ranks:
             return listed(absent_ranks)

@@ -111,9 +111,13 @@ class RunPlan:
     specs: dict[str, Spec] = field(repr=False)
     device: torch.device
     rank: int = field(default=0, repr=False, compare=False)
-    _local_buckets: dict[frozenset[str], list[Bucket]] = field(default_factory=dict, repr=False, compare=False)
+    _local_buckets: dict[frozenset[str], list[Bucket]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     """The last result of `local_buckets`, by the names of the parameters whose update was None. It has one entry."""
-    _wire_dtypes: dict[torch.dtype, WireDtypes] = field(default_factory=dict, repr=False, compare=False)
+    _wire_dtypes: dict[torch.dtype, WireDtypes] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     """The results of `wire_dtypes`, by the dtype of the matrices."""
 
     def local_buckets(self, updates: Mapping[str, Any]) -> list[Bucket]:
@@ -122,7 +126,9 @@ class RunPlan:
         `updates` has this rank's updates by parameter name. The matrices of an update that is None are left out. There
         is at least one bucket, perhaps empty, because the transforms run in each step.
         """
-        without_update = frozenset([name for name, update in updates.items() if update is None])  # equal on all ranks
+        without_update = frozenset(
+            [name for name, update in updates.items() if update is None]
+        )  # equal on all ranks
         # Most steps have the same gradients as the last one, and then its buckets.
         is_as_in_last_step = without_update in self._local_buckets
         if not is_as_in_last_step:
@@ -137,7 +143,9 @@ class RunPlan:
             remaining = [local for local in transfers if local.shard.name not in left_out]
             if remaining:
                 buckets.append(Bucket(remaining, self.size))
-        return buckets or [Bucket([], self.size)]  # the transforms are run once in each step, also without a matrix
+        return buckets or [
+            Bucket([], self.size)
+        ]  # the transforms are run once in each step, also without a matrix
 
     @cached_property
     def _transfers_of_buckets(self) -> list[list[LocalTransfers]]:
@@ -198,7 +206,9 @@ class RunPlan:
         if dtype not in self._wire_dtypes:
             _, first = self.run[0]
             _, last = self.run[-1]
-            self._wire_dtypes[dtype] = WireDtypes(self._narrowed(first, dtype), self._narrowed(last, dtype))
+            self._wire_dtypes[dtype] = WireDtypes(
+                self._narrowed(first, dtype), self._narrowed(last, dtype)
+            )
         return self._wire_dtypes[dtype]
 
     def _narrowed(self, tx: Transform, dtype: torch.dtype) -> torch.dtype:
@@ -215,7 +225,9 @@ BUFFERS_PER_BUCKET = 6
 """The peak memory of an exchange, as a multiple of the bytes of the matrices that are sent together (a bucket)."""
 
 
-def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.device, settings: Settings) -> RunPlan:
+def plan_run(
+    run: Run, names: Sequence[str], layout: ShardTable, device: torch.device, settings: Settings
+) -> RunPlan:
     """Decide which rank computes each matrix of the named parameters, for transforms that need whole matrices.
 
     `run` has these transforms, neighbours in a chain, as pairs such as ``("orthogonalize", orthogonalize(...))``.
@@ -263,7 +275,10 @@ def _assumed_dtype(device: torch.device) -> torch.dtype:
 
 
 def _unassigned_shards(
-    specs: Mapping[str, Spec], matrix_of: Mapping[str, tuple[int, int]], layout: ShardTable, cost_of: CostOf
+    specs: Mapping[str, Spec],
+    matrix_of: Mapping[str, tuple[int, int]],
+    layout: ShardTable,
+    cost_of: CostOf,
 ) -> list[MatrixShard]:
     """Divide all parameters into the parts that one rank each will compute, with their costs and candidate ranks.
 
@@ -279,7 +294,9 @@ def _unassigned_shards(
     return with_ranks_of_their_own(shards, layout.size)
 
 
-def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings: Settings) -> dict[int, int]:
+def _owners(
+    shards: Sequence[MatrixShard], size: int, machine: Machine, settings: Settings
+) -> dict[int, int]:
     """Choose the rank that computes each matrix shard (some whole matrices). Return it by the index of the shard.
 
     A shard that all ranks hold is computed by every rank, and is not in the returned dict. Or it is *split*: one rank
@@ -302,10 +319,14 @@ def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings
     def seconds_of(owner_of: dict[int, int]) -> float:
         return _seconds_of_step(shards, owner_of, size, machine, settings)
 
-    return min(assignments, key=seconds_of)  # of equal times, the first: splitting less is preferred
+    return min(
+        assignments, key=seconds_of
+    )  # of equal times, the first: splitting less is preferred
 
 
-def _sets_to_split(shards: Sequence[MatrixShard], machine: Machine, replicas: Replicas) -> list[set[int]]:
+def _sets_to_split(
+    shards: Sequence[MatrixShard], machine: Machine, replicas: Replicas
+) -> list[set[int]]:
     """Return the choices that `_owners` compares. Each is a set of shards that one rank computes for all, by index.
 
     All ranks hold such a shard. With `replicas` "everyone", every rank computes it, and with "split", one rank. With
@@ -333,7 +354,11 @@ def _seconds_to_compute(shard: MatrixShard, machine: Machine) -> float:
 
 
 def _seconds_of_step(
-    shards: Sequence[MatrixShard], owner_of: Mapping[int, int], size: int, machine: Machine, settings: Settings
+    shards: Sequence[MatrixShard],
+    owner_of: Mapping[int, int],
+    size: int,
+    machine: Machine,
+    settings: Settings,
 ) -> float:
     """Estimate the seconds to compute all shards, and to send the results of those that are split.
 
@@ -365,7 +390,9 @@ def _seconds_of_step(
     return seconds_to_compute + machine.sending(max(sent_by_rank), exchanges)
 
 
-def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: int) -> list[tuple[int, ...]]:
+def _buckets(
+    shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: int
+) -> list[tuple[int, ...]]:
     """Return groups of indices of `shards` to send together, with at most `limit` bytes for each computing rank.
 
     The groups ``[(0, 2), (1,)]`` send shards 0 and 2 first, and then shard 1. The shards of a group have one dtype.
@@ -390,7 +417,9 @@ def _buckets_of_dtype(shards: Mapping[int, MatrixShard], limit: int) -> list[tup
     If rank 0 computes shards 0 and 2 of 60 bytes each, and rank 1 computes shard 1 of 60 bytes, the groups for a limit
     of 100 are ``[(0, 1), (2,)]``: both ranks compute a shard of the first group at the same time.
     """
-    nbytes_on: dict[int | None, dict[int, int]] = {}  # for each owner, from the index of a shard to its bytes
+    nbytes_on: dict[
+        int | None, dict[int, int]
+    ] = {}  # for each owner, from the index of a shard to its bytes
     for index, shard in shards.items():
         nbytes_on.setdefault(shard.owner, {})[index] = shard.nbytes
     # Shards that every rank computes have their own buckets: in a batch with others the last bit could differ.
@@ -427,7 +456,9 @@ class Plan:
 
     >>> import muonfx as mfx
     >>> layout = mfx.sharding.zero({"w": torch.zeros(64, 64)}, 2, partition="flat")
-    >>> plan = plan_for(mfx.muon(2e-3, orthogonalize=mfx.orthogonalize(dtype=torch.float32)), layout)
+    >>> plan = plan_for(
+    ...     mfx.muon(2e-3, orthogonalize=mfx.orthogonalize(dtype=torch.float32)), layout
+    ... )
     >>> plan.owners(), sum(plan.sent)
     ({'w': [0]}, 16384)
     """

@@ -79,7 +79,9 @@ def _assign_to_least_loaded(items: Mapping[int, Item], loads: list[_Load]) -> di
     owner_of: dict[int, int] = {}
     for index, item in items.items():
         if item.candidates not in queues:
-            queues[item.candidates] = sorted([loads[rank] for rank in item.candidates])  # a sorted list is a heap
+            queues[item.candidates] = sorted(
+                [loads[rank] for rank in item.candidates]
+            )  # a sorted list is a heap
         queue = queues[item.candidates]
         # The first entry may be an old load of its rank, such as 2.0 where it has 5.0 now. Loads only grow, so the rank
         # is then too early in the queue, and moves back.
@@ -97,7 +99,9 @@ def assign_by_bytes(items: Sequence[Item], ranks: int) -> list[int]:
     Ranks keep whole parameters, so their memory must be balanced too: no rank ends above the mean of sizes by more than
     the largest item with a cost. Below, rank 0 gets the matrix, and rank 1 both biases, which cost nothing:
 
-    >>> assign_by_bytes([Item(cost=9.0, size=10), Item(cost=0.0, size=6), Item(cost=0.0, size=4)], ranks=2)
+    >>> assign_by_bytes(
+    ...     [Item(cost=9.0, size=10), Item(cost=0.0, size=6), Item(cost=0.0, size=4)], ranks=2
+    ... )
     [0, 1, 1]
     """
     with_cost: dict[int, Item] = {}
@@ -123,7 +127,9 @@ def _descending(items: Mapping[int, Item]) -> dict[int, Item]:
     return dict(sorted(items.items(), key=lambda pair: (-pair[1].cost, -pair[1].size)))
 
 
-def _assign_by_cost(items: Mapping[int, Item], loads: list[_Load], mean_size: int) -> dict[int, int]:
+def _assign_by_cost(
+    items: Mapping[int, Item], loads: list[_Load], mean_size: int
+) -> dict[int, int]:
     """Assign each item to the rank with the lowest cost that has memory for it. Return the rank by index of the item.
 
     Each rank has memory for `mean_size`, the mean of the sizes of all items, plus the largest of these items. The items
@@ -168,7 +174,9 @@ _MOST_TRIALS = 200_000
 _BISECTIONS = 12
 
 
-def _packed(items: Mapping[int, Item], costs_before: Mapping[int, float], largest_cost: float) -> dict[int, int]:
+def _packed(
+    items: Mapping[int, Item], costs_before: Mapping[int, float], largest_cost: float
+) -> dict[int, int]:
     """Search for an assignment of items to ranks of which no rank has a cost of `largest_cost` or more.
 
     Return the rank by index of the item; an empty dict if none is found. The items have descending costs, and
@@ -201,19 +209,25 @@ def _packed(items: Mapping[int, Item], costs_before: Mapping[int, float], larges
     return best
 
 
-def _first_fit(limit: float, items: Mapping[int, Item], costs_before: Mapping[int, float]) -> dict[int, int] | None:
+def _first_fit(
+    limit: float, items: Mapping[int, Item], costs_before: Mapping[int, float]
+) -> dict[int, int] | None:
     """Assign each item to the first rank whose total cost stays within `limit`. Return None if an item fits nowhere.
 
     `costs_before` has the cost of each rank without the items. The rank with the highest is tried first.
 
-    >>> _first_fit(5.0, {7: Item(3.0, 0), 8: Item(2.0, 0)}, {0: 4.0, 1: 0.0})  # both items fit on rank 1 only
+    >>> _first_fit(
+    ...     5.0, {7: Item(3.0, 0), 8: Item(2.0, 0)}, {0: 4.0, 1: 0.0}
+    ... )  # both items fit on rank 1 only
     {7: 1, 8: 1}
     """
     cost_of = dict(sorted(costs_before.items(), key=lambda pair: (-pair[1], pair[0])))
     owner_of: dict[int, int] = {}
     for index, item in items.items():
         for rank, cost in cost_of.items():
-            if cost + item.cost <= limit:  # the first rank with room, not the emptiest: gaps are filled tightly
+            if (
+                cost + item.cost <= limit
+            ):  # the first rank with room, not the emptiest: gaps are filled tightly
                 cost_of[rank] = cost + item.cost
                 owner_of[index] = rank
                 break

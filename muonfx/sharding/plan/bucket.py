@@ -40,7 +40,9 @@ class Bucket:
     @cached_property
     def already_local(self) -> list[LocalTransfers]:
         """The matrices that this rank computes and already holds."""
-        return [local for local in self.transfers if local.computes and not local.shard.needs_gather]
+        return [
+            local for local in self.transfers if local.computes and not local.shard.needs_gather
+        ]
 
     @cached_property
     def stored(self) -> list[LocalTransfers]:

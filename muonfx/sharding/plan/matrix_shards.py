@@ -38,7 +38,9 @@ def nearest(ranks: Sequence[int], owner: int) -> int:
     if len(ranks) == 1:
         return ranks[0]
     index = bisect_left(ranks, owner)  # of the first rank that is not below the owner
-    neighbours = ranks[max(index - 1, 0) : index + 1]  # the rank below the owner, and the one at or above it
+    neighbours = ranks[
+        max(index - 1, 0) : index + 1
+    ]  # the rank below the owner, and the one at or above it
     return min(neighbours, key=lambda rank: (abs(rank - owner), rank))
 
 
@@ -193,7 +195,8 @@ class MatrixShard:
             local_views=tuple(map(local_shard.view, overlap.boxes)),
             matrix_views=tuple(map(self.position.view, overlap.boxes)),
             numel=overlap.numel,
-            sends=overlap.sender == rank,  # of several ranks that hold these elements, only one sends them
+            sends=overlap.sender
+            == rank,  # of several ranks that hold these elements, only one sends them
             owner_boxes=self._owner_boxes() if rank == self.owner else [],
         )
 
@@ -202,7 +205,9 @@ class MatrixShard:
         owner_boxes: list[OwnerBox] = []
         for transfer in self.transfers:
             for box in transfer.boxes:
-                owner_boxes.append(OwnerBox(self.position.view(box), box.numel, transfer.sender, transfer.ranks))
+                owner_boxes.append(
+                    OwnerBox(self.position.view(box), box.numel, transfer.sender, transfer.ranks)
+                )
         return owner_boxes
 
     @property
@@ -261,7 +266,9 @@ def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple
     """Return (rows, columns) by parameter name, for parameters that all transforms treat as a stack of matrices."""
     matrices = [stacked(tx, shapes)[1] for _, tx in run]
     # Only entries that are equal in all transforms: one that sees another matrix in a parameter excludes it.
-    common = set(matrices[0].items()).intersection(*[of_transform.items() for of_transform in matrices])
+    common = set(matrices[0].items()).intersection(
+        *[of_transform.items() for of_transform in matrices]
+    )
     return {name: matrix for name, matrix in sorted(common) if prod(shapes[name])}
 
 
@@ -275,7 +282,11 @@ def shards_of_parameter(matrix: tuple[int, int] | None, name: str, cut: Cut) -> 
     if matrix is None:
         # The ranks that hold it whole, else those that hold a part of it, else, if it has no elements, all ranks.
         candidates = cut.complete or cut.taking_part or tuple(range(cut.size))
-        return [MatrixShard(name, 0, prod(cut.shape), cut.shape, cut, candidates, complete=bool(cut.complete))]
+        return [
+            MatrixShard(
+                name, 0, prod(cut.shape), cut.shape, cut, candidates, complete=bool(cut.complete)
+            )
+        ]
     numel = prod(matrix)  # of one matrix
     # Matrix number i of the stack has the elements i * numel to (i + 1) * numel of the flattened parameter.
     shards: list[MatrixShard] = []
@@ -304,7 +315,9 @@ def with_ranks_of_their_own(shards: Sequence[MatrixShard], size: int) -> list[Ma
     """
     # Other shards with several candidates are assigned later, and count for no rank yet.
     loads = [0.0] * size
-    stacks: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # the matrices to assign, by parameter and candidates
+    stacks: dict[
+        tuple[str, tuple[int, ...]], list[int]
+    ] = {}  # the matrices to assign, by parameter and candidates
     for index, shard in enumerate(shards):
         if len(shard.candidates) == 1:
             loads[shard.candidates[0]] += shard.cost
@@ -388,16 +401,22 @@ def _candidates(matrices: Sequence[_Matrix]) -> list[tuple[int, ...]]:
     >>> _candidates([_Matrix(ranks=(4, 5), complete=True, with_largest_part=(4, 5))] * 3)
     [(4,), (5,), (5,)]
     """
-    matrices_on: Counter[int] = Counter()  # by rank: of how many matrices of the stack it holds elements
+    matrices_on: Counter[int] = (
+        Counter()
+    )  # by rank: of how many matrices of the stack it holds elements
     for matrix in matrices:
         matrices_on.update(matrix.ranks)
     candidates: list[tuple[int, ...]] = []
-    for _, neighbours in itertools.groupby(matrices, lambda matrix: (matrix.ranks, matrix.complete)):
+    for _, neighbours in itertools.groupby(
+        matrices, lambda matrix: (matrix.ranks, matrix.complete)
+    ):
         candidates += _candidates_of_neighbours(list(neighbours), matrices_on)
     return candidates
 
 
-def _candidates_of_neighbours(neighbours: Sequence[_Matrix], matrices_on: Mapping[int, int]) -> list[tuple[int, ...]]:
+def _candidates_of_neighbours(
+    neighbours: Sequence[_Matrix], matrices_on: Mapping[int, int]
+) -> list[tuple[int, ...]]:
     """Return which ranks may compute each of some neighbouring matrices of a stack, which the same ranks hold.
 
     The matrices on ranks 0 and 1 are divided into equal ranges: of four, rank 0 computes the first two and rank 1 the

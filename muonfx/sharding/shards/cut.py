@@ -198,7 +198,9 @@ class MeshCoordinates:
         """
         shape = tuple(mesh.shape)
         ranks_on_mesh = mesh.mesh.flatten().tolist()
-        coordinates = itertools.product(*map(range, shape))  # of these ranks, since the last dim varies fastest in both
+        coordinates = itertools.product(
+            *map(range, shape)
+        )  # of these ranks, since the last dim varies fastest in both
         coordinates_of = dict(zip(ranks_on_mesh, coordinates, strict=True))
         coordinates_of_ranks = [coordinates_of.get(rank) for rank in ranks]
         return cls(shape, coordinates_of_ranks)
@@ -211,13 +213,17 @@ class MeshCoordinates:
     @cached_property
     def ranks(self) -> list[int]:
         """The ranks of the process group that are on the mesh, in ascending order."""
-        return [rank for rank, coordinates in enumerate(self.coordinates) if coordinates is not None]
+        return [
+            rank for rank, coordinates in enumerate(self.coordinates) if coordinates is not None
+        ]
 
 
 class OnMesh(Cut):
     """The partition of a DTensor. A rank's coordinates on the device mesh decide which shard it holds."""
 
-    def __init__(self, shape: Sequence[int], mesh: MeshCoordinates, placements: Sequence[Any]) -> None:
+    def __init__(
+        self, shape: Sequence[int], mesh: MeshCoordinates, placements: Sequence[Any]
+    ) -> None:
         """Find the mesh dims that split each dim of the tensor. ``placements`` has one `Placement` for each mesh dim.
 
         With ``[Shard(0), Replicate(), Shard(0)]``, mesh dims 0 and 2 split dim 0, and `_mesh_dims_of` is
@@ -254,7 +260,9 @@ class OnMesh(Cut):
         rank has the coordinates ``((1,), ())``. Its shard has rows 4 to 7 and all columns: ``((4, 8),)`` and
         ``((0, 4),)``.
         """
-        spans_of_dims: list[tuple[Span, ...]] = []  # for each dim of the tensor, ranges of indices (start, end)
+        spans_of_dims: list[
+            tuple[Span, ...]
+        ] = []  # for each dim of the tensor, ranges of indices (start, end)
         for parts, coordinates in zip(self._parts_of_dims, coordinates_of_dims, strict=True):
             spans_of_dims.append(parts.get(coordinates, ()))  # there may be fewer parts than ranks
         return ShardPosition.grid(spans_of_dims)
@@ -274,7 +282,9 @@ class OnMesh(Cut):
 
     def _key(self) -> tuple[object, ...]:
         splitting_mesh_dims = sorted(itertools.chain.from_iterable(self._mesh_dims_of))
-        placements = tuple([(mesh_dim, repr(self.placements[mesh_dim])) for mesh_dim in splitting_mesh_dims])
+        placements = tuple(
+            [(mesh_dim, repr(self.placements[mesh_dim])) for mesh_dim in splitting_mesh_dims]
+        )
         return "on a mesh", self.shape, self.mesh.shape, self.mesh.digest, placements
 
 

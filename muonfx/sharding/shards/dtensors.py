@@ -84,7 +84,9 @@ def unplaced_shards(layout: ShardTable, values: PyTree) -> list[str]:
     """
     unplaced: list[str] = []
     for name, leaf in tree.named_leaves(values):
-        if leaf is None or _fits_at_first_sight(layout, name, leaf):  # as nearly all leaves in a step
+        if leaf is None or _fits_at_first_sight(
+            layout, name, leaf
+        ):  # as nearly all leaves in a step
             continue
         layout.require([name])
         if not isinstance(leaf, Tensor):
@@ -111,7 +113,9 @@ def _require_convertible(layout: ShardTable, name: str, leaf: DTensor) -> None:
         raise _wrong_shape(name, leaf.shape, whole_shape)
     is_plain_parameter = name not in layout.dtensors
     if is_plain_parameter and layout.position(name).shape != whole_shape:
-        raise _wrong_placements(layout, name, leaf)  # it cannot be converted to the part that this rank holds
+        raise _wrong_placements(
+            layout, name, leaf
+        )  # it cannot be converted to the part that this rank holds
 
 
 def _fits_at_first_sight(layout: ShardTable, name: str, leaf: Any) -> bool:
@@ -129,7 +133,11 @@ def _are_equal(spec: DTensorSpec, expected: DTensorSpec | None) -> bool:
         return True
     if expected is None:
         return False
-    return spec.placements == expected.placements and spec.mesh == expected.mesh and spec.shape == expected.shape
+    return (
+        spec.placements == expected.placements
+        and spec.mesh == expected.mesh
+        and spec.shape == expected.shape
+    )
 
 
 def _wrong_placements(layout: ShardTable, name: str, leaf: Any) -> ShardingError:
@@ -174,7 +182,11 @@ def require_no_transform(operation: str, *values: PyTree) -> None:
 
 
 def dtensor_of(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: tuple[int, ...]
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: tuple[int, ...],
 ) -> DTensor:
     """Build a DTensor from a local tensor, with the given global shape and stride. The data stays on its device.
 
@@ -228,7 +240,9 @@ def to_dtensors(layout: ShardTable, local: PyTree, old: PyTree = None) -> PyTree
     With the layout of FSDP2, the local update of shape (2, 8) becomes a DTensor of shape (4, 8) with the mesh and the
     placements of its parameter. An update of a plain parameter stays as it is.
     """
-    old_leaf_of = dict(tree.named_leaves(old))  # DTensors to use again if a step updated them in place
+    old_leaf_of = dict(
+        tree.named_leaves(old)
+    )  # DTensors to use again if a step updated them in place
 
     def to_dtensor(name: str, leaf: Tensor) -> Tensor:
         if name not in layout.dtensors:

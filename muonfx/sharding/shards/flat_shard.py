@@ -149,7 +149,9 @@ class FlatShard:
             WriteItem(
                 MetadataIndex(fqn, chunk.offsets),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties(self.dtype), torch.Size(self.shape)),
+                tensor_data=TensorWriteData(
+                    chunk, TensorProperties(self.dtype), torch.Size(self.shape)
+                ),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -158,7 +160,10 @@ class FlatShard:
         """List the offsets and sizes of the shard's rectangular parts, for torch.distributed.checkpoint."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in self.boxes
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Return the rectangular part that begins at ``index.offset``, for torch.distributed.checkpoint."""
@@ -181,7 +186,9 @@ class FlatShardTensor(Tensor):
     def of(cls, shard: FlatShard) -> FlatShardTensor:
         """Wrap a `FlatShard` as a tensor without copying its values."""
         make: Any = torch.Tensor._make_wrapper_subclass
-        tensor: FlatShardTensor = make(cls, shard.shape, dtype=shard.dtype, device=shard.device, requires_grad=False)
+        tensor: FlatShardTensor = make(
+            cls, shard.shape, dtype=shard.dtype, device=shard.device, requires_grad=False
+        )
         tensor.shard = shard
         return tensor
 
@@ -190,7 +197,11 @@ class FlatShardTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Apply an operation to the values of the shard. torch calls this for each operation on such a tensor.
 

@@ -83,7 +83,9 @@ class ShardPosition(NamedTuple):
     Build it by `whole`, `interval` or `grid`. `cut` copies the shard out of a whole tensor, and `paste` copies it back.
     The attribute ``boxes`` lists the elements as rectangular parts.
 
-    >>> position = ShardPosition.interval((4, 5), 3, 8)  # elements 3 to 7: the end of row 0 and the start of row 1
+    >>> position = ShardPosition.interval(
+    ...     (4, 5), 3, 8
+    ... )  # elements 3 to 7: the end of row 0 and the start of row 1
     >>> position.shape, [box.sizes for box in position.boxes]
     ((5,), [(1, 2), (1, 3)])
     >>> position.cut(torch.arange(20.0).reshape(4, 5))
@@ -133,7 +135,9 @@ class ShardPosition(NamedTuple):
         ZeRO flattens the shard of a tensor-parallel rank, and partitions it once more. Elements 4 to 8 of the shard
         below are the end of its row 1, which has three elements in all, and row 2:
 
-        >>> columns = ShardPosition.grid([((0, 4),), ((2, 5),)])  # columns 2 to 4 of a matrix of shape (4, 5)
+        >>> columns = ShardPosition.grid(
+        ...     [((0, 4),), ((2, 5),)]
+        ... )  # columns 2 to 4 of a matrix of shape (4, 5)
         >>> [(box.offsets, box.sizes) for box in columns.interval_of_shard(4, 9).boxes]
         [((1, 3), (1, 2)), ((2, 2), (1, 3))]
         """
@@ -195,7 +199,9 @@ class ShardPosition(NamedTuple):
     def overlaps(self, boxes: Sequence[Box]) -> list[Box]:
         """Return the overlaps of this shard with some boxes of the whole tensor, also as boxes.
 
-        >>> rows = ShardPosition.grid([[(0, 2)], [(0, 5)]])  # rows 0 and 1 of a matrix with 5 columns
+        >>> rows = ShardPosition.grid(
+        ...     [[(0, 2)], [(0, 5)]]
+        ... )  # rows 0 and 1 of a matrix with 5 columns
         >>> rows.overlaps([Box((1, 0), (2, 3))])  # of rows 1 and 2, columns 0 to 2
         [Box(offsets=(1, 0), sizes=(1, 3))]
         """
@@ -290,7 +296,9 @@ def _spans_within(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
     inner_spans: list[Span] = []
     local_start = 0  # the index in the shard of the first index of the span
     for start, stop in spans:
-        to_whole = start - local_start  # add this to an index in the shard, to get the index in the whole
+        to_whole = (
+            start - local_start
+        )  # add this to an index in the shard, to get the index in the whole
         # The requested indices that are in this span: none if they end before it, or begin after it.
         first = max(start, offset + to_whole)
         end = min(stop, offset + size + to_whole)
@@ -300,7 +308,9 @@ def _spans_within(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
     return inner_spans
 
 
-def _narrowed(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+def _narrowed(
+    offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]
+) -> tuple[tuple[int, int, int], ...]:
     """Return arguments (dim, start, length) of `torch.narrow`, for each dim in which a box is smaller than `shape`."""
     arguments: list[tuple[int, int, int]] = []
     for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):

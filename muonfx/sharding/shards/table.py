@@ -126,7 +126,10 @@ class ShardTable:
 
     def nbytes(self, rank: int | None = None) -> int:
         """Return the total bytes of a rank's shards of all parameters. Default: this process's rank."""
-        return sum(self.position(name, rank).numel * spec.dtype.itemsize for name, spec in self.specs.items())
+        return sum(
+            self.position(name, rank).numel * spec.dtype.itemsize
+            for name, spec in self.specs.items()
+        )
 
     def meta(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Return a dict from parameter name (default: of all) to a meta tensor of the global shape and dtype."""
@@ -146,13 +149,20 @@ def are_on_all_ranks(layout: ShardTable, names: Iterable[str]) -> bool:
 
 def meta_of(specs: Mapping[str, Spec]) -> dict[str, Tensor]:
     """Return a dict from name to a meta tensor of each shape and dtype."""
-    return {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
+    return {
+        name: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        for name, spec in specs.items()
+    }
 
 
 def specs_of(params: PyTree) -> dict[str, Spec]:
     """Return a dict from parameter name to its shape and dtype. The shape of a DTensor is the global one."""
     check_tree("params", params)
-    return {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in tree.named_leaves(params) if leaf is not None}
+    return {
+        name: Spec(tuple(leaf.shape), leaf.dtype)
+        for name, leaf in tree.named_leaves(params)
+        if leaf is not None
+    }
 
 
 def require_layout(value: object) -> None:

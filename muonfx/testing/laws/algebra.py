@@ -31,4 +31,6 @@ def identity_is_neutral(tx: Transform, params: PyTree, steps: list[PyTree]) -> N
     """
     expected = updates_of(tx, params, steps)
     for chained in (chain(identity(), tx), chain(tx, identity())):
-        require_same(f"updates of {chained!r}", updates_of(chained, params, steps), expected, f"of {tx!r}")
+        require_same(
+            f"updates of {chained!r}", updates_of(chained, params, steps), expected, f"of {tx!r}"
+        )

@@ -85,7 +85,9 @@ def modes_of_torch_change_nothing(tx: Transform, params: PyTree, steps: list[PyT
     _check_modes(TORCH_MODES, tx, params, steps, history(tx, params, steps))
 
 
-def _check_modes(modes: dict[str, Mode], tx: Transform, params: PyTree, steps: list[PyTree], expected: History) -> None:
+def _check_modes(
+    modes: dict[str, Mode], tx: Transform, params: PyTree, steps: list[PyTree], expected: History
+) -> None:
     """Raise `Breach` (a failed law) if the initial state or a step has other bits under one of the modes.
 
     A mode is a setting around the call, such as ``torch.no_grad``. ``modes`` are functions that return a context
@@ -141,7 +143,9 @@ def _another_hash() -> Generator[None]:
     def other_hash(value: object) -> int:
         may_have_strings = isinstance(value, str | bytes | tuple | frozenset)
         calling_function = sys._getframe(1).f_code.co_name
-        is_key_of_dict = calling_function == "__hash__"  # its old keys were stored with the usual hash
+        is_key_of_dict = (
+            calling_function == "__hash__"
+        )  # its old keys were stored with the usual hash
         if may_have_strings and not is_key_of_dict:
             return usual_hash(("salt", value))  # equal values still have equal hashes
         return usual_hash(value)
@@ -159,18 +163,24 @@ PROCESS_MODES: dict[str, Mode] = {
 
 
 @law(on=Example.shortened, share=0.1)
-def seeds_clocks_and_hashes_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def seeds_clocks_and_hashes_change_nothing(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that results do not depend on the seeds of random numbers, the clock, ``hash`` of a name, or the thread.
 
     Ranks differ in these, and must still compute the same updates. Python's hash of a string is another in each
     process, unless PYTHONHASHSEED is set.
 
     >>> import muonfx as mfx
-    >>> seeds_clocks_and_hashes_change_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> seeds_clocks_and_hashes_change_nothing(
+    ...     mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     expected = history(tx, params, steps)
     _check_modes(PROCESS_MODES, tx, params, steps, expected)
-    with ThreadPoolExecutor(1) as pool:  # a new thread, where values that are kept for each thread are still unset
+    with ThreadPoolExecutor(
+        1
+    ) as pool:  # a new thread, where values that are kept for each thread are still unset
         in_thread = pool.submit(history, tx, params, steps).result()
     require_same("(updates, state) in another thread", in_thread, expected, "in this thread")
 
@@ -203,7 +213,9 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     runs = {"this example": (tx, example)}
     expected = {"this example": history(tx, *example)}
     for prefix in ("a", "b", "model"):  # longer names, so that sets of names have several orders
-        longer_names = example.map_trees(lambda values, prefix=prefix: {prefix: values})  # "a.w" instead of "w"
+        longer_names = example.map_trees(
+            lambda values, prefix=prefix: {prefix: values}
+        )  # "a.w" instead of "w"
         with suppress(KeyError, TypeError, ValueError):  # a transform may accept certain names only
             expected[f"names in {prefix}"] = history(tx, *longer_names)
             runs[f"names in {prefix}"] = (tx, longer_names)
@@ -216,7 +228,9 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     names = list(reversed(runs))
     histories = histories_elsewhere([runs[name] for name in names])
     results = dict(zip(names, histories, strict=True))
-    require_same("(updates, state) by run, in another process", results, expected, "in this process")
+    require_same(
+        "(updates, state) by run, in another process", results, expected, "in this process"
+    )
 
 
 def _settings() -> dict[str, Any]:
@@ -276,11 +290,15 @@ def _require_settings(what: str, before: dict[str, Any]) -> None:
 
 
 @law(share=0.2)
-def results_need_no_grad_if_inputs_need_none(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def results_need_no_grad_if_inputs_need_none(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that updates and states do not require grad if neither gradients, parameters nor the state do.
 
     >>> import muonfx as mfx
-    >>> results_need_no_grad_if_inputs_need_none(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> results_need_no_grad_if_inputs_need_none(
+    ...     mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     # The parameters and gradients of examples do not require grad. A result that does would keep a graph in memory.
     for step, results in enumerate(history(tx, params, steps)):

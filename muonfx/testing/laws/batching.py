@@ -17,7 +17,13 @@ from muonfx.core.hyperparams import stack
 from muonfx.testing.examples import Example, accepts_names, history, only_leaf, scaled, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import wider_than
-from muonfx.testing.violation import Breach, require_close, require_same, tolerance_of, values_within
+from muonfx.testing.violation import (
+    Breach,
+    require_close,
+    require_same,
+    tolerance_of,
+    values_within,
+)
 from muonfx.tree import PyTree
 
 
@@ -39,7 +45,13 @@ def vmap_over_gradients_equals_a_loop(tx: Transform, params: PyTree, steps: list
     for step, grads in enumerate(_stacked(steps_of_runs)):
         results = update_batch(grads, state)
         tolerance = tolerance_of(tx, expected[step])
-        require_close(f"step {step}, vmapped (updates, state)", results, expected[step], "in a loop", tolerance)
+        require_close(
+            f"step {step}, vmapped (updates, state)",
+            results,
+            expected[step],
+            "in a loop",
+            tolerance,
+        )
         _, state = results
 
 
@@ -66,13 +78,21 @@ def _precise_and_in_float32(example: Example) -> list[Example]:
 
 
 @law(on=_precise_and_in_float32, unless=_has_no_numbers, share=0.15)
-def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def vmap_over_the_transform_equals_a_loop(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that ``torch.func.vmap`` over transforms with different numeric arguments equals a loop over them.
 
     >>> import muonfx as mfx
-    >>> vmap_over_the_transform_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> vmap_over_the_transform_equals_a_loop(
+    ...     mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
-    variants = [scaled(tx, 1.0), scaled(tx, 0.9), scaled(tx, 0.5)]  # with all numeric arguments multiplied
+    variants = [
+        scaled(tx, 1.0),
+        scaled(tx, 0.9),
+        scaled(tx, 0.5),
+    ]  # with all numeric arguments multiplied
 
     def last_step(tx: Transform) -> list[Tensor]:
         """Return the tensors of the last updates and the last state, since vmap cannot return None."""
@@ -84,7 +104,13 @@ def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: 
     # `stack` returns one transform whose numbers are tensors of three elements, over which vmap runs.
     results = torch.func.vmap(last_step)(stack(variants))
     _require_dtypes(results, expected)
-    require_close("last step, vmapped [updates, state]", results, expected, "in a loop", tolerance_of(tx, expected))
+    require_close(
+        "last step, vmapped [updates, state]",
+        results,
+        expected,
+        "in a loop",
+        tolerance_of(tx, expected),
+    )
 
 
 def _require_dtypes(results: list[Tensor], expected: list[Tensor]) -> None:
@@ -95,7 +121,11 @@ def _require_dtypes(results: list[Tensor], expected: list[Tensor]) -> None:
     """
     for result, expected_result in zip(results, expected, strict=True):
         is_leaf_without_dims = expected_result.ndim == 1  # its values of the runs are stacked
-        if is_leaf_without_dims and result.dtype == torch.float64 and expected_result.dtype != torch.float64:
+        if (
+            is_leaf_without_dims
+            and result.dtype == torch.float64
+            and expected_result.dtype != torch.float64
+        ):
             raise Breach(
                 "a leaf without dims",
                 f"found {result.dtype} under vmap, expected as in a loop {expected_result.dtype}: a number of the "
@@ -105,7 +135,9 @@ def _require_dtypes(results: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @law(on=lambda example: example.dense().shortened(), unless=wider_than(Locality.LEAF), share=0.1)
-def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def a_leaf_has_the_same_bits_in_any_company(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that a leaf has the same bits alone as among others of its shape, at any place of the tree.
 
     In a sharded run, the number of ranks determines which matrices are computed together, and must not change a bit. A
@@ -113,15 +145,21 @@ def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps
     only.
 
     >>> import muonfx as mfx
-    >>> a_leaf_has_the_same_bits_in_any_company(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> a_leaf_has_the_same_bits_in_any_company(
+    ...     mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     example = Example(params, steps)
     usual_updates = updates_of(tx, params, steps)
     for number, name in enumerate(tree.names(params)):
-        this_leaf = functools.partial(only_leaf, number)  # a function that replaces all other leaves by None
+        this_leaf = functools.partial(
+            only_leaf, number
+        )  # a function that replaces all other leaves by None
         updates_alone = updates_of(tx, *example.map_trees(this_leaf))
         expected = list(map(this_leaf, usual_updates))
-        require_same(f"updates of {name!r}, without the other leaves,", updates_alone, expected, "among them")
+        require_same(
+            f"updates of {name!r}, without the other leaves,", updates_alone, expected, "among them"
+        )
     if not _rounds_at_random(tx):
         _check_among_others(tx, example, usual_updates)
 
@@ -152,7 +190,9 @@ def _with_others(count: int, values: PyTree) -> PyTree:
     >>> _with_others(1, {"b": torch.tensor([1, 2, 3])})
     {'copy0': {'b': tensor([1, 2, 3])}, 'copy1': {'b': tensor([3, 1, 2])}, 'copy2': {'b': tensor([1, 2, 3])}}
     """
-    trees: dict[str, PyTree] = {"copy0": values}  # with its strides, on which the order of a sum may depend
+    trees: dict[str, PyTree] = {
+        "copy0": values
+    }  # with its strides, on which the order of a sum may depend
     for number in range(1, count + 1):
         trees[f"copy{number}"] = tree.map(lambda leaf, by=number: leaf.roll(by), values)
     trees[f"copy{count + 1}"] = tree.map(torch.clone, values)

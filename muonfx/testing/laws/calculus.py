@@ -29,13 +29,20 @@ def _state_is_narrow(tx: Transform) -> str | None:
     every step, and rounding has no derivative.
 
     >>> import muonfx as mfx
-    >>> _state_is_narrow(mfx.momentum(dtype=mfx.int8())), _state_is_narrow(mfx.momentum(dtype=torch.bfloat16))
+    >>> (
+    ...     _state_is_narrow(mfx.momentum(dtype=mfx.int8())),
+    ...     _state_is_narrow(mfx.momentum(dtype=torch.bfloat16)),
+    ... )
     ('its state is torch.float32 for float64 parameters: rounding has no derivative', None)
     """
     params = {"w": torch.zeros(2, 2, dtype=torch.float64, device="meta")}
     try:
-        state = widened(tx).init(params)  # `widened` replaces bfloat16 and float32 by float64, but int8 stays
-    except Exception:  # the transform does not accept this tree; a real error is shown when the law is checked
+        state = widened(tx).init(
+            params
+        )  # `widened` replaces bfloat16 and float32 by float64, but int8 stays
+    except (
+        Exception
+    ):  # the transform does not accept this tree; a real error is shown when the law is checked
         return None
     for leaf in tree.tensors(state):
         is_count = leaf.ndim == 0  # such as the number of steps, which is not rounded
@@ -86,7 +93,9 @@ def _with_changed_numbers(tx: Transform, changes: Tensor) -> Transform:
     make all changes of one size, take a small step for every number.
 
     >>> import muonfx as mfx
-    >>> _with_changed_numbers(mfx.scale(2.0), torch.tensor([0.1], dtype=torch.float64)).arguments["factor"]
+    >>> _with_changed_numbers(mfx.scale(2.0), torch.tensor([0.1], dtype=torch.float64)).arguments[
+    ...     "factor"
+    ... ]
     tensor(2.2000, dtype=torch.float64)
     """
     numbers = _numbers_as_tensors(tx)
@@ -98,7 +107,11 @@ def _with_changed_numbers(tx: Transform, changes: Tensor) -> Transform:
 
 
 def _updates_of_vectors(
-    tx: Transform, example: Example, gradients: Tensor, parameters: Tensor, changes: Tensor | None = None
+    tx: Transform,
+    example: Example,
+    gradients: Tensor,
+    parameters: Tensor,
+    changes: Tensor | None = None,
 ) -> Tensor:
     """Run all steps, and return the elements of all updates as one vector, which torch can differentiate.
 
@@ -115,11 +128,16 @@ def _updates_of_vectors(
     # In training, gradients depend on the parameters through the loss. Let them here too: by 0.1 times each change.
     dependent_part = 0.1 * (parameters - _as_vector(params))
     dependent_gradients = gradients + dependent_part.repeat(len(steps))
-    return _as_vector(updates_of(tx, _as_tree(parameters, params), _as_tree(dependent_gradients, steps)))
+    return _as_vector(
+        updates_of(tx, _as_tree(parameters, params), _as_tree(dependent_gradients, steps))
+    )
 
 
 def _check_derivatives(
-    check: Callable[..., bool], function: Callable[[Tensor], Tensor], point: Tensor, **options: float
+    check: Callable[..., bool],
+    function: Callable[[Tensor], Tensor],
+    point: Tensor,
+    **options: float,
 ) -> None:
     """Compare the derivatives of a function of a vector at a point with finite differences.
 
@@ -152,7 +170,9 @@ def _check_derivatives_by_gradients(
     """Compare derivatives of all updates with respect to all gradients with finite differences, in float64."""
     parameters = _as_vector(example.params)
     # One transform for all calls: what it keeps between them must not change the derivatives.
-    updates_by_gradients = functools.partial(_updates_of_vectors, widened(tx), example, parameters=parameters)
+    updates_by_gradients = functools.partial(
+        _updates_of_vectors, widened(tx), example, parameters=parameters
+    )
     _check_derivatives(check, updates_by_gradients, _as_vector(example.steps), **options)
 
 
@@ -164,37 +184,51 @@ def derivatives_by_parameters_are_right(tx: Transform, params: PyTree, steps: li
     the parameters starts as a copy of them, and `init` must not detach this copy.
 
     >>> import muonfx as mfx
-    >>> derivatives_by_parameters_are_right(mfx.add_decayed_weights(0.1), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> derivatives_by_parameters_are_right(
+    ...     mfx.add_decayed_weights(0.1), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     gradients = _as_vector(steps)
-    updates_by_parameters = functools.partial(_updates_of_vectors, widened(tx), Example(params, steps), gradients)
+    updates_by_parameters = functools.partial(
+        _updates_of_vectors, widened(tx), Example(params, steps), gradients
+    )
     _check_derivatives(gradcheck, updates_by_parameters, _as_vector(params))
 
 
 @law(on=Example.smooth, unless=lambda tx: _has_no_numbers(tx) or _state_is_narrow(tx), share=0.1)
-def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def derivatives_by_hyperparameters_are_right(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check the derivatives of two steps' updates with respect to all numeric arguments, by finite differences.
 
     >>> import muonfx as mfx
-    >>> derivatives_by_hyperparameters_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> derivatives_by_hyperparameters_are_right(
+    ...     mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     tx = widened(tx)
     gradients = _as_vector(steps)
     parameters = _as_vector(params)
     # A function of the relative changes of all numbers: 0.1 for a decay times 1.1.
-    updates_by_changes = functools.partial(_updates_of_vectors, tx, Example(params, steps), gradients, parameters)
+    updates_by_changes = functools.partial(
+        _updates_of_vectors, tx, Example(params, steps), gradients, parameters
+    )
     _check_derivatives(gradcheck, updates_by_changes, _no_changes(tx))
 
 
 @law(on=Example.smooth, unless=_state_is_narrow, share=0.08)
-def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def forward_mode_agrees_with_reverse_mode(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that ``torch.func.jvp`` and ``torch.func.vjp`` agree, by gradients, parameters and numbers together.
 
     Let ``J`` be the Jacobian of a run, from its inputs to its updates. For random vectors ``t`` and ``c``, forward mode
     computes ``J t`` and reverse mode ``c^T J``. Both give the same number ``c^T J t``.
 
     >>> import muonfx as mfx
-    >>> forward_mode_agrees_with_reverse_mode(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> forward_mode_agrees_with_reverse_mode(
+    ...     mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     tx = widened(tx)
     # A function of the gradients, the initial parameters and the changes of numbers, each as one vector.
@@ -203,7 +237,9 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
     if not torch.cat(point).numel():
         return
     generator = torch.Generator().manual_seed(1)
-    tangents = tuple([torch.randn(vector.shape, dtype=vector.dtype, generator=generator) for vector in point])
+    tangents = tuple(
+        [torch.randn(vector.shape, dtype=vector.dtype, generator=generator) for vector in point]
+    )
     with without_torchs_own_warnings():
         updates, j_t = torch.func.jvp(run, point, tangents)[:2]
     # The names are as above: t are the tangents, and j_t is J t.

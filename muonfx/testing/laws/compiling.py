@@ -43,7 +43,10 @@ def _require_no_value_read(graph: GraphModule) -> None:
         # `_local_scalar_dense` is the operation that ``float(tensor)`` and ``if tensor`` become.
         for node in module.graph.nodes:
             if node.target in ("item", "tolist") or "_local_scalar_dense" in str(node.target):
-                raise Breach(None, f"the graph reads a value back, at {node.format_node()}: {node.stack_trace}")
+                raise Breach(
+                    None,
+                    f"the graph reads a value back, at {node.format_node()}: {node.stack_trace}",
+                )
 
 
 def _check(tx: Transform, tx_of_step: list[Transform], params: PyTree, steps: list[PyTree]) -> None:
@@ -68,7 +71,9 @@ def _check(tx: Transform, tx_of_step: list[Transform], params: PyTree, steps: li
         results = compiled_step(step_tx, grads, state, params)
         expected = step_tx.update(grads, eager_state, params)
         tolerance = tolerance_of(tx, expected)
-        require_close(f"step {step}, compiled (updates, state)", results, expected, "in eager mode", tolerance)
+        require_close(
+            f"step {step}, compiled (updates, state)", results, expected, "in eager mode", tolerance
+        )
         _, state = results
         _, eager_state = expected
         _require_one_graph(step, counter.graphs, first_state, state)
@@ -79,12 +84,15 @@ def _other_strides(first_state: PyTree, state: PyTree) -> str:
 
     Other strides are a reason to compile again.
     """
-    for name, first_leaf, leaf in zip(tree.names(state), tree.leaves(first_state), tree.leaves(state), strict=True):
+    for name, first_leaf, leaf in zip(
+        tree.names(state), tree.leaves(first_state), tree.leaves(state), strict=True
+    ):
         if not isinstance(leaf, Tensor) or not isinstance(first_leaf, Tensor):  # such as None
             continue
         if leaf.stride() != first_leaf.stride():
             return (
-                f"; the new state {name!r} has the strides {leaf.stride()}, expected {first_leaf.stride()} as in init"
+                f"; the new state {name!r} has the strides {leaf.stride()}, "
+                f"expected {first_leaf.stride()} as in init"
             )
     return ""
 
@@ -138,7 +146,9 @@ def compiled_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 @law(on=_steady, unless=lambda tx: _has_no_numbers(tx) or is_in_no_module(tx), share=0.01)
-def changing_a_number_does_not_recompile(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def changing_a_number_does_not_recompile(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that a compiled transform is not recompiled if the value of a numeric argument changes.
 
     A learning rate that changes at every step must not cause a compilation at every step. The numeric arguments are
@@ -203,7 +213,9 @@ def _mark_dims_as_symbols(values: PyTree) -> None:
         torch._dynamo.maybe_mark_dynamic(leaf, list(range(leaf.ndim)))
 
 
-@law(on=lambda example: _one_leaf_per_ndim(example).prolonged(2), unless=is_in_no_module, share=0.04)
+@law(
+    on=lambda example: _one_leaf_per_ndim(example).prolonged(2), unless=is_in_no_module, share=0.04
+)
 def traced_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that ``make_fx`` can record a step: the graph has the results of eager mode in this and the next step.
 
@@ -226,5 +238,11 @@ def traced_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree
         expected = tx.update(grads, state, params)
         results = recorded(grads, state, params)
         tolerance = tolerance_of(tx, *expected)
-        require_close(f"step {number}, recorded (updates, state)", results, expected, "in eager mode", tolerance)
+        require_close(
+            f"step {number}, recorded (updates, state)",
+            results,
+            expected,
+            "in eager mode",
+            tolerance,
+        )
         state = expected[1]

@@ -35,24 +35,41 @@ from muonfx.testing.violation import Breach, require_close, require_same, requir
 from muonfx.tree import PyTree
 
 
-@law(unless=lambda tx: "it declares that it reads the parameters" if tx.reads_params else None, share=0.3)
-def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+@law(
+    unless=lambda tx: "it declares that it reads the parameters" if tx.reads_params else None,
+    share=0.3,
+)
+def params_are_not_read_where_declared_so(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that with ``reads_params=False`` neither `init` nor `update` depends on the parameters' values.
 
     In a sharded run, `update` of such a transform receives None as parameters, and `init` parameters without values.
     So the results must be the same for other parameters, and for no parameters.
 
     >>> import muonfx as mfx
-    >>> params_are_not_read_where_declared_so(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> params_are_not_read_where_declared_so(
+    ...     mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     other_params = tree.map(lambda p: (p * -3 + 1).contiguous(), params)
     state = tx.init(params)
-    require_same("state at init, for other values of the parameters", tx.init(other_params), state, "for these")
+    require_same(
+        "state at init, for other values of the parameters",
+        tx.init(other_params),
+        state,
+        "for these",
+    )
     for step, grads in enumerate(steps):
         expected = tx.run(grads, state, params)
         for which, values in {"no": None, "other": other_params}.items():
             results = tx.run(grads, state, values)
-            require_same(f"step {step}, with {which} parameters, (updates, state)", results, expected, "with these")
+            require_same(
+                f"step {step}, with {which} parameters, (updates, state)",
+                results,
+                expected,
+                "with these",
+            )
         _, state = expected
 
 
@@ -64,7 +81,9 @@ def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTr
     Checkpoints, ranks and ``torch.compile`` do not keep this order.
 
     >>> import muonfx as mfx
-    >>> order_of_dicts_means_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
+    >>> order_of_dicts_means_nothing(
+    ...     mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)})
+    ... )
     """
     _check_order(tx, params, steps)
     # A tree with one leaf has no order, so it is also checked twice in one dict: as "z.w" and "a.w".
@@ -84,7 +103,9 @@ def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
         "the gradients": history(tx, params, reversed_steps),
         "the parameters": history(tx, reversed_params, steps),
         "the state": history(tx, params, steps, change_state=_with_reversed_dicts),
-        "all three": history(tx, reversed_params, reversed_steps, change_state=_with_reversed_dicts),
+        "all three": history(
+            tx, reversed_params, reversed_steps, change_state=_with_reversed_dicts
+        ),
     }
     # By the names of leaves. A comparison by position would compare "w" with "b".
     expected = list(map(_leaves_by_name, history(tx, params, steps)))
@@ -152,7 +173,13 @@ def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]
         raise Breach(None, f"resolved once it is {resolved!r}, twice another")
     expected = history(tx, params, steps)
     tolerance = tolerance_of(tx, expected)
-    require_close("(updates, state) once resolved", history(resolved, params, steps), expected, "before", tolerance)
+    require_close(
+        "(updates, state) once resolved",
+        history(resolved, params, steps),
+        expected,
+        "before",
+        tolerance,
+    )
 
 
 def _does_not_round(tx: Transform) -> str | None:
@@ -167,13 +194,22 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
     Its results are sent too, so they must not have more digits than this dtype.
 
     >>> import muonfx as mfx
-    >>> rounding_first_changes_nothing(mfx.orthogonalize(dtype=torch.bfloat16), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> rounding_first_changes_nothing(
+    ...     mfx.orthogonalize(dtype=torch.bfloat16), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     usual_updates = updates_of(tx, params, steps)
     updates_of_rounded = updates_of(tx, params, _rounded(tx, steps))
-    require_same("updates of gradients rounded first, by step", updates_of_rounded, usual_updates, "of the gradients")
+    require_same(
+        "updates of gradients rounded first, by step",
+        updates_of_rounded,
+        usual_updates,
+        "of the gradients",
+    )
     expected_is = "as they are: they have no more digits"
-    require_same("updates, rounded, by step", _rounded(tx, usual_updates), usual_updates, expected_is)
+    require_same(
+        "updates, rounded, by step", _rounded(tx, usual_updates), usual_updates, expected_is
+    )
 
 
 def _rounded(tx: Transform, values: PyTree) -> PyTree:
@@ -202,7 +238,9 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
-    >>> tx = mfx.orthogonalize(dtype=torch.float64, view=mfx.MatrixView("(part=2 out) in -> part out in"))
+    >>> tx = mfx.orthogonalize(
+    ...     dtype=torch.float64, view=mfx.MatrixView("(part=2 out) in -> part out in")
+    ... )
     >>> stacks_are_as_their_matrices(tx, *Example.of({"w": (4, 3)}))
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)}
@@ -220,10 +258,14 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
         updates_of_stacks = updates_of(tx_of_stacks, *stacks)
         updates_of_first = updates_of(tx_of_stacks, *stacks.map(_first_matrix))
     tolerance = tolerance_of(tx, usual_updates)
-    require_close("updates of leaves as stacks", updates_of_stacks, expected, "of the leaves", tolerance)
+    require_close(
+        "updates of leaves as stacks", updates_of_stacks, expected, "of the leaves", tolerance
+    )
     what = "updates of the first matrix of each stack alone"
     # A larger tolerance, since it is relative to the largest element, which may be in another matrix.
-    require_close(what, updates_of_first, tree.map(_first_matrix, expected), "in the stack", tolerance * 1e2)
+    require_close(
+        what, updates_of_first, tree.map(_first_matrix, expected), "in the stack", tolerance * 1e2
+    )
 
 
 def _as_stacks(shape_of_matrix: Mapping[str, tuple[int, int]], values: PyTree) -> dict[str, Tensor]:
@@ -231,7 +273,9 @@ def _as_stacks(shape_of_matrix: Mapping[str, tuple[int, int]], values: PyTree) -
 
     Empty leaves are left out. A leaf that is no stack of matrices of the declared shape raises `Breach`.
 
-    >>> stacks = _as_stacks({"qk": (2, 3), "empty": (2, 3)}, {"qk": torch.zeros(4, 3), "empty": torch.zeros(0, 3)})
+    >>> stacks = _as_stacks(
+    ...     {"qk": (2, 3), "empty": (2, 3)}, {"qk": torch.zeros(4, 3), "empty": torch.zeros(0, 3)}
+    ... )
     >>> stacks["qk"].shape, len(stacks)
     (torch.Size([2, 2, 3]), 1)
     """
@@ -242,7 +286,10 @@ def _as_stacks(shape_of_matrix: Mapping[str, tuple[int, int]], values: PyTree) -
         if not leaf.numel():
             continue
         if leaf.numel() % (rows * columns):  # these elements do not fill a whole number of matrices
-            raise Breach(f"{name!r}", f"of shape {tuple(leaf.shape)} is not a stack of matrices of ({rows}, {columns})")
+            raise Breach(
+                f"{name!r}",
+                f"of shape {tuple(leaf.shape)} is not a stack of matrices of ({rows}, {columns})",
+            )
         stacks[name] = leaf.reshape(-1, rows, columns)
     return stacks
 
@@ -290,9 +337,13 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
-    >>> own_work_is_of_its_own_locality(mfx.accumulate(mfx.clip_by_global_norm(1.0), 2), *Example.of({"w": (2, 3)}))
+    >>> own_work_is_of_its_own_locality(
+    ...     mfx.accumulate(mfx.clip_by_global_norm(1.0), 2), *Example.of({"w": (2, 3)})
+    ... )
     """
-    resolved = tx.resolve(on_meta(params))  # choices by names and shapes, such as which leaves `masked` passes on
+    resolved = tx.resolve(
+        on_meta(params)
+    )  # choices by names and shapes, such as which leaves `masked` passes on
     elementwise = _multiply_known_leaves(tuple(tree.names(params)))
     wrapper_of_elementwise = resolved.with_children([elementwise] * len(resolved.children))
     own_locality = tx.declaration.combinator.own_locality
@@ -317,7 +368,9 @@ def _multiply_known_leaves(names: tuple[str, ...]) -> Any:
         _require_names("parameters", params, names)
         return EmptyState()
 
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+    def update(
+        updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING
+    ):
         _require_names("updates", updates, names)
         return scaled(updates, -0.5), state
 

@@ -33,7 +33,11 @@ def donation_changes_no_value(tx: Transform, params: PyTree, steps: list[PyTree]
     """
     # A copy of the usual results, because the steps below may overwrite tensors.
     expected = copied_tree(history(tx, params, steps))
-    for donate in (Donation(updates=True), Donation(state=True), Donation(updates=True, state=True)):
+    for donate in (
+        Donation(updates=True),
+        Donation(state=True),
+        Donation(updates=True, state=True),
+    ):
         _check_donation(tx, params, steps, donate, expected)
 
 
@@ -57,7 +61,9 @@ def next_in_chain_may_write_to_updates(tx: Transform, params: PyTree, steps: lis
         _check_donation(pair, params, steps, donate, expected)
 
 
-def _check_donation(tx: Transform, params: PyTree, steps: list[PyTree], donate: Donation, expected: History) -> None:
+def _check_donation(
+    tx: Transform, params: PyTree, steps: list[PyTree], donate: Donation, expected: History
+) -> None:
     """Raise `Breach` (a failed law) if a donation changes a result, or a tensor that is not donated is overwritten.
 
     ``donate`` is what the caller gives away, as in ``Donation(updates=True)``. ``expected`` are the updates and the
@@ -82,10 +88,17 @@ def _check_donation(tx: Transform, params: PyTree, steps: list[PyTree], donate: 
         updates_of_steps.append(updates)
     # Again, since a later step may have written to the updates of an earlier one.
     expected_updates = [updates for updates, _ in expected]
-    require_equal(f"{donate}: updates, after the last step,", updates_of_steps, expected_updates, "without donation")
+    require_equal(
+        f"{donate}: updates, after the last step,",
+        updates_of_steps,
+        expected_updates,
+        "without donation",
+    )
 
 
-def _witness_of_not_donated(donate: Donation, grads: PyTree, state: PyTree, params: PyTree) -> Witness:
+def _witness_of_not_donated(
+    donate: Donation, grads: PyTree, state: PyTree, params: PyTree
+) -> Witness:
     """Return a witness of all inputs that are not donated, which a step must not overwrite."""
     not_donated: dict[str, PyTree] = {"params": params}
     if not donate.updates:
@@ -95,5 +108,7 @@ def _witness_of_not_donated(donate: Donation, grads: PyTree, state: PyTree, para
     return Witness(**not_donated)
 
 
-def _require_close(tx: Transform, what: str, results: PyTree, expected: PyTree, expected_is: str) -> None:
+def _require_close(
+    tx: Transform, what: str, results: PyTree, expected: PyTree, expected_is: str
+) -> None:
     require_close(what, results, expected, expected_is, tolerance_of(tx, results))

@@ -99,7 +99,9 @@ def _enlarged_leaf(leaf: Tensor) -> Tensor:
     """
     tiles = math.ceil(_LARGE / leaf.numel())  # 400 for the shape (3, 5)
     repeats = [tiles]
-    if leaf.ndim > 1:  # along the first dim for enough rows, and along the last dim for enough elements
+    if (
+        leaf.ndim > 1
+    ):  # along the first dim for enough rows, and along the last dim for enough elements
         tiles_of_rows = math.ceil(_LARGE_SIDE / leaf.shape[0])
         repeats = [tiles_of_rows, *[1] * (leaf.ndim - 2), math.ceil(tiles / tiles_of_rows)]
     large = leaf.repeat(repeats)
@@ -117,7 +119,9 @@ def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: lis
     shapes must be made before, by the option ``resolve`` of `muonfx.transform`.
 
     >>> import muonfx as mfx
-    >>> element_transforms_see_one_element(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> element_transforms_see_one_element(
+    ...     mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     check_elements(tx, params, steps)
 
@@ -144,7 +148,9 @@ def _check_permuted_elements(tx: Transform, example: Example) -> None:
     resolved = resolve_within(tx, on_meta(example.params))
     results = updates_of(resolved, *example.map(_flattened_and_permuted))
     what = "updates of flattened leaves with permuted elements"
-    require_close(what, results, expected, "the whole's, flattened and permuted", min(tolerance, _ROUNDING))
+    require_close(
+        what, results, expected, "the whole's, flattened and permuted", min(tolerance, _ROUNDING)
+    )
 
 
 def _updates_and_tolerance(tx: Transform, example: Example) -> tuple[list[PyTree], float]:
@@ -167,7 +173,9 @@ def _check_halves(tx: Transform, example: Example) -> None:
         results = updates_of(tx, *example.map(half))
         expected = tree.map(half, whole_updates)
         what = f"updates of the {which} half of each leaf"
-        require_close(what, results, expected, "the same half of the whole's", _for_halves(tolerance))
+        require_close(
+            what, results, expected, "the same half of the whole's", _for_halves(tolerance)
+        )
 
 
 def _for_halves(tolerance: float) -> float:
@@ -202,7 +210,9 @@ def _batched(example: Example) -> list[Example]:
         if leaf.ndim >= 3:  # it is a batch already
             return leaf
         matrix = as_matrix(leaf)
-        other_matrix = (7.0 * matrix.roll(1, -1) + 0.5).flip(-1)  # with other elements, in another order
+        other_matrix = (7.0 * matrix.roll(1, -1) + 0.5).flip(
+            -1
+        )  # with other elements, in another order
         return torch.stack([matrix, other_matrix])
 
     return also_in_its_dtypes(example.dense().map(batch_of_two))
@@ -232,7 +242,9 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
     be None, as on a rank that computes only some of the leaves.
 
     >>> import muonfx as mfx
-    >>> leaf_transforms_see_one_leaf(mfx.clip_by_block_rms(0.1), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
+    >>> leaf_transforms_see_one_leaf(
+    ...     mfx.clip_by_block_rms(0.1), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)})
+    ... )
     """
     check_leaves(tx, params, steps)
 
@@ -246,14 +258,20 @@ def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     usual_updates, tolerance = _updates_and_tolerance(tx, Example(params, steps))
     expected_is = "without this change" + _advice_on_stacks(tx)
     for number in range(len(tree.leaves(params))):
-        this_leaf = functools.partial(only_leaf, number)  # a function that replaces all other leaves by None
+        this_leaf = functools.partial(
+            only_leaf, number
+        )  # a function that replaces all other leaves by None
         expected = list(map(this_leaf, usual_updates))
         for condition, example in _with_other_leaves_changed(number, params, steps).items():
             results = list(map(this_leaf, updates_of(tx, *example)))
-            require_close(f"if {condition}, updates by step", results, expected, expected_is, tolerance)
+            require_close(
+                f"if {condition}, updates by step", results, expected, expected_is, tolerance
+            )
 
 
-def _with_other_leaves_changed(number: int, params: PyTree, steps: list[PyTree]) -> dict[str, Example]:
+def _with_other_leaves_changed(
+    number: int, params: PyTree, steps: list[PyTree]
+) -> dict[str, Example]:
     """Return examples in which leaf ``number`` stays and all other leaves change, by a text that names the change."""
     others = set(range(len(tree.leaves(params)))) - {number}
     changed_params = map_some(lambda p: 5.0 * p + 1.0, others, params)
@@ -306,7 +324,9 @@ def _why_gathered(tx: Transform) -> str:
 
 
 @law(on=precise, unless=_why_sums_are_not_checked, share=0.2)
-def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def tree_transforms_see_sums_over_leaves(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that a transform which reads the whole tree needs no more of other ranks than sums over their leaves.
 
     For example, `clip_by_global_norm` needs the squared norms of all leaves, added over the ranks. The law simulates
@@ -315,7 +335,9 @@ def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: l
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
-    >>> tree_transforms_see_sums_over_leaves(mfx.clip_by_global_norm(0.1), *Example.of({"w": (2, 3), "b": (3,)}))
+    >>> tree_transforms_see_sums_over_leaves(
+    ...     mfx.clip_by_global_norm(0.1), *Example.of({"w": (2, 3), "b": (3,)})
+    ... )
     """
     check_sums(tx, params, steps)
 
@@ -348,7 +370,9 @@ def _check_sums_of_halves(tx: Transform, example: Example) -> None:
             on_both_ranks.add(number)
     # A transform may choose leaves by their shapes. It does so for the shapes of whole leaves.
     resolved = resolve_within(tx, on_meta(example.params))
-    results = _on_two_ranks(resolved, example.map(_first_half), example.map(_second_half), on_both_ranks)
+    results = _on_two_ranks(
+        resolved, example.map(_first_half), example.map(_second_half), on_both_ranks
+    )
     what = "on two ranks that hold a half of each leaf, updates by rank and step"
     require_close(what, results, expected, "the same half of one rank's", _for_halves(tolerance))
 
@@ -359,7 +383,9 @@ def _without_work_on_wholes(tx: Transform) -> Transform:
     In a sharded run these receive whole matrices, so halves would be wrong input for them.
 
     >>> import muonfx as mfx
-    >>> _without_work_on_wholes(mfx.chain(mfx.clip_by_global_norm(1.0), ("muon", mfx.orthogonalize())))
+    >>> _without_work_on_wholes(
+    ...     mfx.chain(mfx.clip_by_global_norm(1.0), ("muon", mfx.orthogonalize()))
+    ... )
     chain(clip_by_global_norm(max_norm=1.0), ('muon', scale(factor=-0.5)))
     """
     if tx.locality in (Locality.MATRIX, Locality.LEAF):
@@ -367,7 +393,9 @@ def _without_work_on_wholes(tx: Transform) -> Transform:
     return tx.with_children(list(map(_without_work_on_wholes, tx.children)))
 
 
-def _check_sums_of_leaves(held: str, tx: Transform, example: Example, on_first_rank: set[int]) -> None:
+def _check_sums_of_leaves(
+    held: str, tx: Transform, example: Example, on_first_rank: set[int]
+) -> None:
     """Raise `Breach` (a failed law) unless two ranks with gradients of different leaves compute the updates of one.
 
     The first rank has the gradients of the leaves with the numbers ``on_first_rank``, and the second rank the others.

@@ -71,21 +71,27 @@ def _independent_part(locality: Locality, update: Tensor) -> Tensor:
 
     The locality is the part of the tree on which an element of the update depends.
 
-    >>> _independent_part(Locality.ELEMENT, torch.arange(4.0).reshape(2, 2))  # without the element 2
+    >>> _independent_part(
+    ...     Locality.ELEMENT, torch.arange(4.0).reshape(2, 2)
+    ... )  # without the element 2
     tensor([0., 1., 3.])
     """
     if locality is Locality.ELEMENT:  # all elements but the replaced one
         elements = update.reshape(-1)
         index = _index_to_replace(update)
         return torch.cat([elements[:index], elements[index + 1 :]])
-    if locality is Locality.MATRIX and update.ndim >= 3:  # all matrices but the first, in which it is replaced
+    if (
+        locality is Locality.MATRIX and update.ndim >= 3
+    ):  # all matrices but the first, in which it is replaced
         matrices = update.reshape(-1, *update.shape[-2:])
         return matrices[1:]
     return update.new_zeros(0)  # all elements may depend on it
 
 
 @law(on=_filled, unless=wider_than(Locality.LEAF), share=0.1)
-def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def a_nonfinite_gradient_changes_no_other_leaf(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that NaN or infinity in a gradient changes the updates of no other leaf, matrix or element.
 
     The declared `Locality` determines which updates may change. For LEAF, for example, it is all updates of the leaf,
@@ -130,7 +136,9 @@ def _with_large_element(grad: Tensor, param: Tensor) -> Tensor:
     No number of float16 is large enough. So the gradient is converted to the dtype in which its update is computed,
     which is at least float32 and no narrower than the dtype of the parameter.
 
-    >>> _with_large_element(torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16))
+    >>> _with_large_element(
+    ...     torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
+    ... )
     tensor([1.0000e+30])
     """
     dtype = wide_dtype(grad.dtype, param.dtype)
@@ -161,7 +169,9 @@ def _updates_after(
     for number in faulty_leaves:
         faulty_grads[number] = _FAULTS[fault](faulty_grads[number], param_leaves[number])
     names = _names_of(faulty_leaves, params)
-    with _add_note_to_errors(f"after {fault} in the gradients of {names} at step 0, which the law puts in"):
+    with _add_note_to_errors(
+        f"after {fault} in the gradients of {names} at step 0, which the law puts in"
+    ):
         return updates_of(tx, params, [tree.unflatten(treedef, faulty_grads), *steps[1:]])
 
 
@@ -176,7 +186,11 @@ def _add_note_to_errors(change: str) -> Generator[None]:
 
 
 def _skips_nonfinite(tx: Transform) -> str | None:
-    return "skip_nonfinite leaves out nonfinite gradients by design" if calls(tx, "skip_nonfinite") else None
+    return (
+        "skip_nonfinite leaves out nonfinite gradients by design"
+        if calls(tx, "skip_nonfinite")
+        else None
+    )
 
 
 @law(on=_filled, unless=_skips_nonfinite, share=0.1)
@@ -196,12 +210,18 @@ def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: lis
     if tx.locality is not Locality.TREE:
         _check_faults(tx, params, steps, usual_updates, nonempty)
         return
-    for number in nonempty:  # the fault of a leaf spreads to others, so only one leaf has a fault at a time
+    for (
+        number
+    ) in nonempty:  # the fault of a leaf spreads to others, so only one leaf has a fault at a time
         _check_faults(tx, params, steps, usual_updates, [number])
 
 
 def _check_faults(
-    tx: Transform, params: PyTree, steps: list[PyTree], usual_updates: list[PyTree], faulty_leaves: list[int]
+    tx: Transform,
+    params: PyTree,
+    steps: list[PyTree],
+    usual_updates: list[PyTree],
+    faulty_leaves: list[int],
 ) -> None:
     """Raise `Breach` (a failed law) if updates hide NaN or infinity in the first gradients of some leaves.
 
@@ -220,14 +240,25 @@ def _check_faults(
         usual = _of_leaf(number, usual_updates)
         if _all_close(_of_leaf(number, updates_after["another element"]), usual, tolerance):
             continue  # they do not depend on this gradient
-        _require_visible(f"NaN in the gradient of {name!r}", _of_leaf(number, updates_after["nan"]), [usual], tolerance)
+        _require_visible(
+            f"NaN in the gradient of {name!r}",
+            _of_leaf(number, updates_after["nan"]),
+            [usual],
+            tolerance,
+        )
         infinite = _of_leaf(number, updates_after["inf"])
         large: list[Tensor] = []
-        for update, infinite_update in zip(_of_leaf(number, updates_after["a large element"]), infinite, strict=True):
-            large.append(update.to(infinite_update.dtype))  # its gradient may have had a wider dtype
+        for update, infinite_update in zip(
+            _of_leaf(number, updates_after["a large element"]), infinite, strict=True
+        ):
+            large.append(
+                update.to(infinite_update.dtype)
+            )  # its gradient may have had a wider dtype
         acts_as_large_number = _all_close(infinite, large, tolerance)
         if not acts_as_large_number:
-            _require_visible(f"infinity in the gradient of {name!r}", infinite, [usual, large], tolerance)
+            _require_visible(
+                f"infinity in the gradient of {name!r}", infinite, [usual, large], tolerance
+            )
 
 
 def _of_leaf(number: int, steps: list[PyTree]) -> list[Tensor]:
@@ -239,7 +270,9 @@ def _all_close(results: list[Tensor], expected: list[Tensor], tolerance: float) 
     return all(is_close(a, b, tolerance) for a, b in zip(results, expected, strict=True))
 
 
-def _require_visible(cause: str, results: list[Tensor], usual_runs: list[list[Tensor]], tolerance: float) -> None:
+def _require_visible(
+    cause: str, results: list[Tensor], usual_runs: list[list[Tensor]], tolerance: float
+) -> None:
     """Raise `Breach` (a failed law) unless one update is nonfinite, and each finite update is a usual one.
 
     ``cause`` names the fault, "NaN in the gradient of 'w'". ``results`` are the updates of one leaf by step, and so is
@@ -247,13 +280,18 @@ def _require_visible(cause: str, results: list[Tensor], usual_runs: list[list[Te
     """
     are_finite = [bool(update.isfinite().all()) for update in results]
     if all(are_finite):
-        raise Breach(None, f"{cause} gives finite updates, first {shown(results[0])}: the fault is hidden")
+        raise Breach(
+            None, f"{cause} gives finite updates, first {shown(results[0])}: the fault is hidden"
+        )
     for step, update in enumerate(results):
         if not are_finite[step]:  # the fault is visible
             continue
         is_usual = any(is_close(update, updates[step], tolerance) for updates in usual_runs)
         if not is_usual:  # such as zeros in place of NaN
-            raise Breach(f"step {step}", f"after {cause} at step 0, the update is {shown(update)}: the fault is hidden")
+            raise Breach(
+                f"step {step}",
+                f"after {cause} at step 0, the update is {shown(update)}: the fault is hidden",
+            )
 
 
 @law(on=_filled, share=0.15)
@@ -264,7 +302,9 @@ def zero_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: lis
     whose gradients are zero among others.
 
     >>> import muonfx as mfx
-    >>> zero_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> zero_gradients_give_finite_updates(
+    ...     mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     odd = range(1, len(tree.leaves(params)), 2)
     zeros = tree.map(torch.zeros_like, params)
@@ -275,7 +315,10 @@ def zero_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: lis
         "zero gradients and parameters": (zeros, zero_steps),
         "zero parameters": (zeros, steps),
         "zero gradients after a usual one": (params, [steps[0], *zero_steps[1:]]),
-        "zero gradients for every other leaf": (params, [map_some(torch.zeros_like, odd, grads) for grads in steps]),
+        "zero gradients for every other leaf": (
+            params,
+            [map_some(torch.zeros_like, odd, grads) for grads in steps],
+        ),
     }
     for when, (case_params, case_steps) in cases.items():
         _finite_history(when, tx, case_params, case_steps)
@@ -290,8 +333,14 @@ def _finite_history(when: str, tx: Transform, params: PyTree, steps: list[PyTree
         results = history(tx, params, steps)
     for step, result in enumerate(results):
         for name, leaf in tree.named_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.double().isfinite().all():
-                raise Breach(f"step {step}, (updates, state) {name!r}", f"found {shown(leaf)} for {when}")
+            if (
+                isinstance(leaf, Tensor)
+                and leaf.is_floating_point()
+                and not leaf.double().isfinite().all()
+            ):
+                raise Breach(
+                    f"step {step}, (updates, state) {name!r}", f"found {shown(leaf)} for {when}"
+                )
     return results
 
 
@@ -305,18 +354,24 @@ MAGNITUDES = (1e-18, 1e18)
 
 
 @law(on=_in_single, share=0.1)
-def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def large_and_small_gradients_give_finite_updates(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check float32 gradients with largest elements 1e-18 and 1e18: updates are finite, and are not lost to zero.
 
     Adding small updates to usual parameters may round them away, so for small gradients the parameters are small too.
 
     >>> import muonfx as mfx
-    >>> large_and_small_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> large_and_small_gradients_give_finite_updates(
+    ...     mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     usual_updates = updates_of(tx, params, steps)
     for magnitude in MAGNITUDES:
         when = f"gradients of {magnitude:g}"
-        param_magnitude = min(1.0, magnitude)  # never large: adding a normalized update would round it away
+        param_magnitude = min(
+            1.0, magnitude
+        )  # never large: adding a normalized update would round it away
         scaled_steps = [_of_magnitude(grads, magnitude) for grads in steps]
         _finite_history(when, tx, params, scaled_steps)
         # The same with scaled parameters, to which small updates can be added.
@@ -325,17 +380,23 @@ def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree,
         _require_nonzero(when, [updates for updates, _ in results], usual_updates)
 
 
-def _require_nonzero(when: str, updates_of_steps: list[PyTree], usual_updates: list[PyTree]) -> None:
+def _require_nonzero(
+    when: str, updates_of_steps: list[PyTree], usual_updates: list[PyTree]
+) -> None:
     """Raise `Breach` (a failed law) if all elements of an update are zero that usually is not."""
     named_usual = tree.named_leaves(usual_updates)
-    for update, (name, usual_update) in zip(tree.leaves(updates_of_steps), named_usual, strict=True):
+    for update, (name, usual_update) in zip(
+        tree.leaves(updates_of_steps), named_usual, strict=True
+    ):
         if usual_update.any() and not update.any():
             raise Breach(f"updates by step {name!r}", f"are zero for {when}")
 
 
 def _of_magnitude(grads: PyTree, magnitude: float) -> PyTree:
     """Return the gradients with largest elements of the given magnitude."""
-    largest = max((float(leaf.abs().max()) for leaf in tree.tensors(grads) if leaf.numel()), default=1.0)
+    largest = max(
+        (float(leaf.abs().max()) for leaf in tree.tensors(grads) if leaf.numel()), default=1.0
+    )
     return scaled(grads, magnitude / largest)
 
 
@@ -351,7 +412,9 @@ def _is_narrow(tx: Transform) -> str | None:
     """
     # Any dtype with fewer than 4 bytes, in the arguments of the transform or of a transform inside it.
     for value in values_within(tx):
-        if isinstance(value, QuantizedDtype) or (isinstance(value, torch.dtype) and value.itemsize < 4):
+        if isinstance(value, QuantizedDtype) or (
+            isinstance(value, torch.dtype) and value.itemsize < 4
+        ):
             return f"its argument {value} is narrow"
     for inner in within(tx):
         is_newton_schulz = "coefficients" in inner.arguments  # `orthogonalize` and `scale_by_dion2`
@@ -361,13 +424,17 @@ def _is_narrow(tx: Transform) -> str | None:
 
 
 @law(on=lambda example: example.smooth(4), unless=_is_narrow, share=0.1)
-def narrow_gradients_are_computed_in_wider_dtypes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def narrow_gradients_are_computed_in_wider_dtypes(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that gradients in float32, bfloat16 and float16 have the updates that the same values have in float64.
 
     So squares and sums are not taken in a dtype of 16 bits, in which they overflow or vanish.
 
     >>> import muonfx as mfx
-    >>> narrow_gradients_are_computed_in_wider_dtypes(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> narrow_gradients_are_computed_in_wider_dtypes(
+    ...     mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     params = _cast(params, torch.float32)
     wide_params = _cast(params, torch.float64)
@@ -375,7 +442,9 @@ def narrow_gradients_are_computed_in_wider_dtypes(tx: Transform, params: PyTree,
         for size in sizes:
             narrow_steps = _cast(scaled(steps, size), dtype)
             results = updates_of(tx, params, narrow_steps)
-            wide_steps = _cast(narrow_steps, torch.float64)  # the same values, which have been rounded before
+            wide_steps = _cast(
+                narrow_steps, torch.float64
+            )  # the same values, which have been rounded before
             expected = updates_of(widened(tx), wide_params, wide_steps)
             tolerance = max(tolerance_of(tx, results), TOLERANCES[dtype])
             what = f"updates of {str(dtype).removeprefix('torch.')} gradients of size {size:g}"
@@ -400,7 +469,9 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
     >>> counts_hold_ten_million_steps(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     _, last_state = history(tx, params, steps)[-1]
-    counters = _counters(tx.init(params), last_state, len(steps))  # the numbers of the leaves that count
+    counters = _counters(
+        tx.init(params), last_state, len(steps)
+    )  # the numbers of the leaves that count
     # The state as after ten million steps, without taking them.
     late_state = map_some(_as_after_a_long_run, counters, copied_tree(last_state))
     _, next_state = tx.run(steps[-1], late_state, params)
@@ -420,7 +491,9 @@ def _counters(first_state: PyTree, last_state: PyTree, steps: int) -> list[int]:
     """Return the numbers of the leaves of a state that have grown by the number of steps.
 
     >>> _counters(
-    ...     {"count": torch.tensor(0), "m": torch.tensor(0.0)}, {"count": torch.tensor(4), "m": torch.ones(())}, 4
+    ...     {"count": torch.tensor(0), "m": torch.tensor(0.0)},
+    ...     {"count": torch.tensor(4), "m": torch.ones(())},
+    ...     4,
     ... )
     [0]
     """

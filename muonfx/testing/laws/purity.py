@@ -50,7 +50,9 @@ class _Snapshot(NamedTuple):
     def require_unchanged(self, when: str) -> None:
         """Raise `Breach` (a failed law) if the tensor has other values, or was written to."""
         if not bits_equal(self.tensor, self.copy):
-            raise Breach(self.name, f"{when} has changed it from {shown(self.copy)} to {shown(self.tensor)}")
+            raise Breach(
+                self.name, f"{when} has changed it from {shown(self.copy)} to {shown(self.tensor)}"
+            )
         # Equal bits, but written: the update may have changed the tensor and restored it.
         if self.tensor._version != self.version and self.tensor.numel():
             raise Breach(self.name, f"{when} has written its own values to it (its _version rose)")
@@ -74,7 +76,11 @@ def update_leaves_its_inputs_unchanged(tx: Transform, params: PyTree, steps: lis
 
 def _tensors(values: PyTree) -> list[tuple[str, Tensor]]:
     """Return pairs (name, tensor) of the nonempty tensors of a tree."""
-    return [(name, leaf) for name, leaf in tree.named_leaves(values) if isinstance(leaf, Tensor) and leaf.numel()]
+    return [
+        (name, leaf)
+        for name, leaf in tree.named_leaves(values)
+        if isinstance(leaf, Tensor) and leaf.numel()
+    ]
 
 
 def names_by_storage(values: PyTree) -> dict[int, list[str]]:
@@ -89,7 +95,9 @@ def names_by_storage(values: PyTree) -> dict[int, list[str]]:
     return names
 
 
-def require_apart(what: str, outputs: PyTree, inputs: dict[str, PyTree], *, may_be: PyTree = ()) -> None:
+def require_apart(
+    what: str, outputs: PyTree, inputs: dict[str, PyTree], *, may_be: PyTree = ()
+) -> None:
     """Raise `Breach` (a failed law) if a tensor of the outputs shares its storage with a tensor of the inputs.
 
     Args:
@@ -101,27 +109,38 @@ def require_apart(what: str, outputs: PyTree, inputs: dict[str, PyTree], *, may_
     allowed_objects = tree.ids(may_be)
     input_names = names_by_storage(inputs)
     for name, leaf in _tensors(outputs):
-        storage = leaf.untyped_storage().data_ptr()  # the address of its memory, equal for all views of it
+        storage = (
+            leaf.untyped_storage().data_ptr()
+        )  # the address of its memory, equal for all views of it
         if storage in input_names and id(leaf) not in allowed_objects:
             input_name = input_names[storage][0]
-            raise Breach(f"{what} {name!r}", f"shares its storage with {input_name!r}; writing to one changes both")
+            raise Breach(
+                f"{what} {name!r}",
+                f"shares its storage with {input_name!r}; writing to one changes both",
+            )
 
 
 @law(share=0.4)
-def outputs_share_no_storage_with_inputs(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def outputs_share_no_storage_with_inputs(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that outputs of `init` and `update` share no storage with inputs, nor updates with the new state.
 
     An unchanged tensor may be returned as the same object: a gradient as its update, or a leaf of the state.
 
     >>> import muonfx as mfx
-    >>> outputs_share_no_storage_with_inputs(mfx.master_params(mfx.scale(-1.0)), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> outputs_share_no_storage_with_inputs(
+    ...     mfx.master_params(mfx.scale(-1.0)), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     state = tx.init(params)
     require_apart("state from init", state, {"params": params})
     for step, grads in enumerate(steps):
         updates, new_state = tx.update(grads, state, params)
         inputs = {"gradients": grads, "old state": state, "params": params}
-        require_apart(f"step {step}, updates", updates, {**inputs, "new state": new_state}, may_be=grads)
+        require_apart(
+            f"step {step}, updates", updates, {**inputs, "new state": new_state}, may_be=grads
+        )
         require_apart(f"step {step}, new state", new_state, inputs, may_be=state)
         state = new_state
 
@@ -133,7 +152,9 @@ def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -
     Updates that are the gradient itself are not tested.
 
     >>> import muonfx as mfx
-    >>> updates_do_not_overlap(mfx.orthogonalize(), *mfx.testing.Example.of({"q": (2, 3), "k": (3, 2)}))
+    >>> updates_do_not_overlap(
+    ...     mfx.orthogonalize(), *mfx.testing.Example.of({"q": (2, 3), "k": (3, 2)})
+    ... )
     """
     for grads, updates in zip(steps, updates_of(tx, params, steps), strict=True):
         gradients = tree.ids(grads)
@@ -156,7 +177,9 @@ def _add_in_place(name: str, update: Tensor, number: int) -> None:
     try:
         update.add_(number)
     except RuntimeError as error:  # two of its elements are at one place in memory
-        raise Breach(f"updates {name!r}", f"cannot be written to, strides {update.stride()}: {error}") from None
+        raise Breach(
+            f"updates {name!r}", f"cannot be written to, strides {update.stride()}: {error}"
+        ) from None
 
 
 @law(share=0.3)
@@ -168,36 +191,54 @@ def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree])
     >>> import muonfx as mfx
     >>> update_remembers_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    other_steps = scaled(list(reversed(steps)), -2)  # so that no state has the values of the first run
+    other_steps = scaled(
+        list(reversed(steps)), -2
+    )  # so that no state has the values of the first run
     expected = copied_tree(history(tx, params, steps))
     other_expected = copied_tree(history(tx, params, other_steps))
     state = tx.init(params)
     other_state = tx.init(params)
     for step in range(len(steps)):
         state = _update_twice(step, tx, steps[step], state, params, expected[step])
-        other_state = _update_twice(step, tx, other_steps[step], other_state, params, other_expected[step])
+        other_state = _update_twice(
+            step, tx, other_steps[step], other_state, params, other_expected[step]
+        )
 
 
 def _update_twice(
-    step: int, tx: Transform, grads: PyTree, state: PyTree, params: PyTree, expected: tuple[PyTree, PyTree]
+    step: int,
+    tx: Transform,
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree,
+    expected: tuple[PyTree, PyTree],
 ) -> PyTree:
     """Raise `Breach` (a failed law) unless two equal calls have the expected results. Return the next state."""
     results = tx.update(grads, state, params)
-    require_same(f"step {step} of two alternating runs, (updates, state)", results, expected, "when run alone")
+    require_same(
+        f"step {step} of two alternating runs, (updates, state)",
+        results,
+        expected,
+        "when run alone",
+    )
     results = tx.update(grads, state, params)
     require_same(f"step {step}, (updates, state)", results, expected, "in the first of two calls")
     return results[1]
 
 
 @law(share=0.2)
-def extras_of_other_transforms_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def extras_of_other_transforms_are_ignored(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that a transform in a chain ignores extra arguments of `update` which its signature lacks.
 
     An extra argument is, for example, ``value=loss``. A chain passes all of them to each of its transforms. If no
     transform accepts one, `update` of the chain raises an error, because the name is probably misspelt.
 
     >>> import muonfx as mfx
-    >>> extras_of_other_transforms_are_ignored(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> extras_of_other_transforms_are_ignored(
+    ...     mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     state = tx.init(params)
     unknown: dict[str, Any] = {"an_extra_that_nobody_names": torch.ones(())}
@@ -209,4 +250,6 @@ def extras_of_other_transforms_are_ignored(tx: Transform, params: PyTree, steps:
         return
     with suppress(TypeError):  # a direct call must raise it
         tx.update(steps[0], state, params, **unknown)
-        raise Breach(None, "update accepts an extra argument that no transform names, expected an error")
+        raise Breach(
+            None, "update accepts an extra argument that no transform names, expected an error"
+        )

@@ -22,7 +22,14 @@ from muonfx.testing.examples import (
 )
 from muonfx.testing.law import law
 from muonfx.testing.laws.purity import names_by_storage
-from muonfx.testing.violation import TOLERANCES, Breach, require_close, require_same, tolerance_of, widened
+from muonfx.testing.violation import (
+    TOLERANCES,
+    Breach,
+    require_close,
+    require_same,
+    tolerance_of,
+    widened,
+)
 from muonfx.tree import PyTree
 
 
@@ -70,7 +77,12 @@ def strides_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -
     """
     expected = history(tx, params, steps)
     tolerance = tolerance_of(tx, expected, params)
-    for how, store in STORED.items():  # the name of a layout in memory, and a function that copies a tensor into it
+    for (
+        how,
+        store,
+    ) in (
+        STORED.items()
+    ):  # the name of a layout in memory, and a function that copies a tensor into it
         histories = {
             "parameters are": history(tx, _mapped(store, params), steps),
             "gradients are": history(tx, params, _mapped(store, steps)),
@@ -83,7 +95,13 @@ def strides_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -
     expanded_steps = tree.map(_first_repeated, steps)
     results = history(tx, params, expanded_steps)
     expected = history(tx, params, _mapped(torch.Tensor.contiguous, expanded_steps))
-    require_close("if gradients are expanded, (updates, state) by step", results, expected, "contiguous", tolerance)
+    require_close(
+        "if gradients are expanded, (updates, state) by step",
+        results,
+        expected,
+        "contiguous",
+        tolerance,
+    )
 
 
 def _first_repeated(leaf: Tensor) -> Tensor:
@@ -107,7 +125,13 @@ def requires_grad_changes_no_value(tx: Transform, params: PyTree, steps: list[Py
     tolerance = tolerance_of(tx, expected, params)
     parameters = tree.map(_parameter_with_gradient, params)
     results = updates_of(tx, parameters, steps)
-    require_close("updates if the parameters are nn.Parameter", results, expected, "of detached tensors", tolerance)
+    require_close(
+        "updates if the parameters are nn.Parameter",
+        results,
+        expected,
+        "of detached tensors",
+        tolerance,
+    )
     # Then gradients that require grad, in float64.
     _check_gradients_that_require_grad(widened(tx), *Example(params, steps).smooth())
 
@@ -129,7 +153,9 @@ def _check_gradients_that_require_grad(tx: Transform, params: PyTree, steps: lis
     tolerance = max(tolerance_of(tx, expected), TOLERANCES[torch.float32])
     differentiable = tree.map(lambda leaf: leaf.clone().requires_grad_(), steps)
     results = updates_of(tx, params, differentiable)
-    require_close("updates if the gradients require grad", results, expected, "of detached tensors", tolerance)
+    require_close(
+        "updates if the gradients require grad", results, expected, "of detached tensors", tolerance
+    )
 
 
 @law(on=Example.shortened, share=0.1)
@@ -144,7 +170,9 @@ def one_tensor_may_be_two_leaves(tx: Transform, params: PyTree, steps: list[PyTr
     """
     # Each parameter twice, as "a.w" and "z.w": once as two tensors with equal values, once as one tensor.
     example = Example(params, steps)
-    of_copies = example.map_trees(lambda values: {"a": copied_tree(values), "z": copied_tree(values)})
+    of_copies = example.map_trees(
+        lambda values: {"a": copied_tree(values), "z": copied_tree(values)}
+    )
     of_one_tensor = example.map_trees(lambda values: {"a": values, "z": values})
     if not accepts_names(tx, of_copies.params):
         return
@@ -163,11 +191,15 @@ def one_tensor_may_be_two_leaves(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 @law(share=0.3)
-def leaves_of_the_state_share_no_storage(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def leaves_of_the_state_share_no_storage(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that no two tensors of a state share storage: writing to one, as a donated step does, would change both.
 
     >>> import muonfx as mfx
-    >>> leaves_of_the_state_share_no_storage(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> leaves_of_the_state_share_no_storage(
+    ...     mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     _require_own_storages("state from init", tx.init(params))
     for step, (_, state) in enumerate(history(tx, params, steps)):
@@ -178,4 +210,7 @@ def _require_own_storages(what: str, state: PyTree) -> None:
     """Raise `Breach` (a failed law) if two tensors of a state share storage."""
     for names in names_by_storage(state).values():
         if len(names) > 1:
-            raise Breach(f"{what} {names[0]!r}", f"shares its storage with {names[1]!r}; writing to one changes both")
+            raise Breach(
+                f"{what} {names[0]!r}",
+                f"shares its storage with {names[1]!r}; writing to one changes both",
+            )

@@ -12,7 +12,14 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.transform import within
-from muonfx.testing.examples import DTYPES, Example, copied_tree, in_mixed_dtypes, on_meta, updates_of
+from muonfx.testing.examples import (
+    DTYPES,
+    Example,
+    copied_tree,
+    in_mixed_dtypes,
+    on_meta,
+    updates_of,
+)
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_same, require_spec, shown
 from muonfx.tree import PyTree
@@ -31,7 +38,9 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
     With `accumulate`, this holds only for parameters that had no gradient in any step so far.
 
     >>> import muonfx as mfx
-    >>> absent_leaves_are_left_alone(mfx.momentum(), {"w": torch.ones(2), "b": None}, [{"w": None, "b": None}])
+    >>> absent_leaves_are_left_alone(
+    ...     mfx.momentum(), {"w": torch.ones(2), "b": None}, [{"w": None, "b": None}]
+    ... )
     """
     state = tx.init(params)
     param_names = tree.names(params)
@@ -69,20 +78,29 @@ def _names_without_gradient(*steps: PyTree) -> set[str]:
     return names
 
 
-def _require_updates_where_gradients_are(step: int, updates: PyTree, grads: PyTree, absent: set[str]) -> None:
+def _require_updates_where_gradients_are(
+    step: int, updates: PyTree, grads: PyTree, absent: set[str]
+) -> None:
     """Raise `Breach` (a failed law) unless each gradient has an update, and each parameter in ``absent`` has None.
 
     For gradients ``{"w": g, "b": None}`` with "b" in ``absent``, updates ``{"w": u, "b": None}`` are correct.
     """
     # Containers and keys first: only trees of equal structure have leaves that can be paired in order.
     if tree.flatten(updates)[1] != tree.flatten(grads)[1]:
-        raise Breach(f"step {step}", f"updates {updates!r} do not have the structure of the gradients {grads!r}")
+        raise Breach(
+            f"step {step}",
+            f"updates {updates!r} do not have the structure of the gradients {grads!r}",
+        )
     for (name, update), grad in zip(tree.named_leaves(updates), tree.leaves(grads), strict=True):
         if name in absent and update is not None:
-            raise Breach(f"step {step}, updates {name!r}", f"found {shown(update)}, but the gradient is None")
+            raise Breach(
+                f"step {step}, updates {name!r}", f"found {shown(update)}, but the gradient is None"
+            )
         # A None gradient outside of `absent` may have an update: `accumulate` returns one of earlier gradients.
         if grad is not None and update is None:
-            raise Breach(f"step {step}, updates {name!r}", f"found None for the gradient {shown(grad)}")
+            raise Breach(
+                f"step {step}, updates {name!r}", f"found None for the gradient {shown(grad)}"
+            )
 
 
 def _parameter_of(state_name: str, param_names: list[str]) -> str | None:
@@ -107,7 +125,9 @@ def _state_of(selected: set[str], param_names: list[str], state: PyTree) -> dict
 
     A leaf such as a count of steps, which belongs to no parameter, is left out.
 
-    >>> _state_of({"w"}, ["w", "b"], {"count": 7, "mu": {"w": 1.0, "b": 2.0}, "nu": {"w": 3.0, "b": 4.0}})
+    >>> _state_of(
+    ...     {"w"}, ["w", "b"], {"count": 7, "mu": {"w": 1.0, "b": 2.0}, "nu": {"w": 3.0, "b": 4.0}}
+    ... )
     {'mu.w': 1.0, 'nu.w': 3.0}
     """
     leaf_of: dict[str, object] = {}
@@ -126,7 +146,9 @@ def _also_in_every_dtype(example: Example) -> list[Example]:
 
 
 @law(on=_also_in_every_dtype, share=0.2)
-def state_keeps_its_structure_and_dtypes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def state_keeps_its_structure_and_dtypes(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that at every step the state has the structure, shapes, dtypes and devices that `init` gave it.
 
     This is also checked with trees that mix float32, float64, bfloat16 and float16.
@@ -211,26 +233,37 @@ def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[
     Meta tensors have no memory, so the form of a state can be found without allocating it.
 
     >>> import muonfx as mfx
-    >>> init_on_meta_gives_the_same_spec(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> init_on_meta_gives_the_same_spec(
+    ...     mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)})
+    ... )
     """
     state = tx.init(on_meta(params))
     # Both states are moved to the meta device, so that only structures, shapes and dtypes are compared.
-    require_spec("state of meta parameters", on_meta(state), on_meta(tx.init(params)), "init's on real ones")
+    require_spec(
+        "state of meta parameters", on_meta(state), on_meta(tx.init(params)), "init's on real ones"
+    )
     if not list(tree.tensors(params)):  # no parameter shows that the device is meta
         return
     # A count without dims may have the usual device too; all other leaves take no memory.
     for name, leaf in tree.named_leaves(state):
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.device.type != "meta":
-            raise Breach(f"state {name!r}", f"found {shown(leaf)} in memory, for parameters on the meta device")
+            raise Breach(
+                f"state {name!r}",
+                f"found {shown(leaf)} in memory, for parameters on the meta device",
+            )
 
 
 @law(share=0.3)
-def init_returns_a_state_that_needs_no_grad(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def init_returns_a_state_that_needs_no_grad(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that no tensor of the initial state requires grad, even if the parameters do.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
-    >>> init_returns_a_state_that_needs_no_grad(mfx.master_params(mfx.scale(-1.0)), *Example.of({"w": (2, 3)}))
+    >>> init_returns_a_state_that_needs_no_grad(
+    ...     mfx.master_params(mfx.scale(-1.0)), *Example.of({"w": (2, 3)})
+    ... )
     """
     state = tx.init(tree.map(lambda p: p.detach().requires_grad_(), params))
     require_no_grad(

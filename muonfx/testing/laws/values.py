@@ -34,7 +34,10 @@ def names_within(tx: Transform) -> dict[str, Any]:
             value_of_name[value.factory.__name__] = value.factory
         elif inspect.isfunction(value) or inspect.isclass(value):
             value_of_name[value.__qualname__] = value
-        elif type(value).__module__ not in ("builtins", "torch"):  # whose values print without a name, as numbers do
+        elif type(value).__module__ not in (
+            "builtins",
+            "torch",
+        ):  # whose values print without a name, as numbers do
             value_of_name[type(value).__name__] = type(value)
     return value_of_name
 
@@ -47,7 +50,9 @@ def _has_a_nameless_function(tx: Transform) -> str | None:
 
 
 @law(share=0.05, unless=_has_a_nameless_function)
-def repr_evaluates_to_an_equal_transform(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def repr_evaluates_to_an_equal_transform(
+    tx: Transform, params: PyTree, steps: list[PyTree]
+) -> None:
     """Check that ``eval(repr(tx)) == tx``, with the names of `muonfx`, `muonfx.contrib` and the user's factories.
 
     >>> import muonfx as mfx
@@ -84,15 +89,25 @@ def pickle_gives_an_equal_transform(tx: Transform, params: PyTree, steps: list[P
             raise Breach(None, f"{how} gives {tx_copy!r}, which is not equal to it")
         if tx_copy.fingerprint != tx.fingerprint or tx_copy.locality != tx.locality:
             raise Breach(None, f"{how} gives a transform with another fingerprint or locality")
-        require_same(f"(updates, state) after {how}", history(tx_copy, params, steps), expected, "of the original")
+        require_same(
+            f"(updates, state) after {how}",
+            history(tx_copy, params, steps),
+            expected,
+            "of the original",
+        )
 
 
 def _pickled(tx: Transform) -> bytes:
     """Return a pickled transform. Raise `Breach` (a failed law) with advice if a part of it cannot be pickled."""
     try:
         return pickle.dumps(tx)
-    except (pickle.PicklingError, AttributeError) as error:  # AttributeError before Python 3.14, for local functions
-        advice = "define its functions at the top level of a module, or leave this law out with skip="
+    except (
+        pickle.PicklingError,
+        AttributeError,
+    ) as error:  # AttributeError before Python 3.14, for local functions
+        advice = (
+            "define its functions at the top level of a module, or leave this law out with skip="
+        )
         raise Breach(None, f"cannot be pickled ({error}): {advice}") from error
 
 
@@ -127,12 +142,17 @@ def pytree_views_round_trip(tx: Transform, params: PyTree, steps: list[PyTree]) 
     if not _are_same_objects(leaves, torch_leaves):
         raise Breach(None, f"optree sees the leaves {leaves}, torch {torch_leaves}")
     if len(hyperparams(tx)) != len(leaves):
-        raise Breach(None, f"has {len(leaves)} leaves but the hyperparameters {list(hyperparams(tx))}: names repeat")
+        raise Breach(
+            None,
+            f"has {len(leaves)} leaves but the hyperparameters {list(hyperparams(tx))}: names repeat",
+        )
     _check_round_trip(tx, tree.flatten, lambda leaves, treedef: tree.unflatten(treedef, leaves))
     _check_round_trip(tx, torch_pytree.tree_flatten, torch_pytree.tree_unflatten)
 
 
-def _check_round_trip(tx: Transform, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
+def _check_round_trip(
+    tx: Transform, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]
+) -> None:
     """Raise `Breach` (a failed law) unless a transform, flattened and unflattened by one library, is as before.
 
     Arbitrary objects as its leaves must be returned as they are.
@@ -143,9 +163,14 @@ def _check_round_trip(tx: Transform, flatten: Callable[[Any], Any], unflatten: C
     objects = [object() for _ in leaves]
     returned_objects, returned_treedef = flatten(unflatten(objects, treedef))
     if not _are_same_objects(returned_objects, objects):
-        raise Breach(None, f"with arbitrary objects as leaves, {flatten.__module__} returns other leaves")
+        raise Breach(
+            None, f"with arbitrary objects as leaves, {flatten.__module__} returns other leaves"
+        )
     if returned_treedef != treedef:
-        raise Breach(None, f"with arbitrary objects as leaves, {flatten.__module__} returns another structure")
+        raise Breach(
+            None,
+            f"with arbitrary objects as leaves, {flatten.__module__} returns another structure",
+        )
 
 
 def _are_same_objects(leaves: list[Any], expected: list[Any]) -> bool:

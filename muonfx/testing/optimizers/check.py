@@ -25,7 +25,11 @@ class OptimizerReport(Shown):
         held: the names of the laws that hold.
         left_out: a dict from the name of each law that was not checked to the reason.
 
-    >>> print(OptimizerReport("Mine", {"autocast_changes_nothing": "under autocast: up.weight differs"}, (), {}))
+    >>> print(
+    ...     OptimizerReport(
+    ...         "Mine", {"autocast_changes_nothing": "under autocast: up.weight differs"}, (), {}
+    ...     )
+    ... )
     Mine: 0 of 1 laws hold
     law
     autocast_changes_nothing  does not hold  under autocast: up.weight differs
@@ -44,7 +48,10 @@ class OptimizerReport(Shown):
     def report(self) -> Report:
         """Return the table that is printed for this value: a row for each law, with its result and a sentence."""
         rows: list[tuple[str, str, str]] = []
-        for name, law in OPTIMIZER_LAWS.items():  # in this order; laws that were not selected have no row
+        for (
+            name,
+            law,
+        ) in OPTIMIZER_LAWS.items():  # in this order; laws that were not selected have no row
             if name in self.failures:
                 rows.append((name, "does not hold", self.failures[name]))
             elif name in self.left_out:

@@ -76,7 +76,9 @@ OPTIMIZER_LAWS: dict[str, OptimizerLaw] = {}
 """All laws for optimizers by name, in the order in which `check_optimizer` checks them."""
 
 
-def optimizer_law(function: Callable[[Build], None], *, needs_ranks: bool = False) -> Callable[[Build], None]:
+def optimizer_law(
+    function: Callable[[Build], None], *, needs_ranks: bool = False
+) -> Callable[[Build], None]:
     """Register a function as a law. The first line of its docstring is the sentence of the law.
 
     With ``needs_ranks``, every rank of a process group checks it.

@@ -8,7 +8,10 @@ import tempfile
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import Optimizer
 
 from muonfx.testing.examples import copied_tree
@@ -98,7 +101,9 @@ def _require_same_specs(what: str, optimizer: Optimizer, first: dict[str, Tensor
     state = state_tensors(optimizer)
     difference = sorted(state.keys() ^ first.keys())
     if difference:
-        raise Breach(what, f"has other entries than after the first step: {', '.join(difference[:4])}")
+        raise Breach(
+            what, f"has other entries than after the first step: {', '.join(difference[:4])}"
+        )
     require_spec(what, state, first, "after the first step")
 
 
@@ -121,7 +126,12 @@ def parameters_without_gradients_stay(build: Build) -> None:
     run.step(without_gradients)
     after = run.values()
     require_unmoved(before, after, names_without, "with the gradient None")
-    require_moved(before, after, run.optimized.keys() - names_without, "beside parameters with the gradient None")
+    require_moved(
+        before,
+        after,
+        run.optimized.keys() - names_without,
+        "beside parameters with the gradient None",
+    )
 
 
 @optimizer_law
@@ -153,7 +163,10 @@ def nan_stays_in_its_parameter(build: Build) -> None:
     run.step(with_nan)
     values = run.values()
     if bool(values[name_of_nan].isfinite().all()):
-        raise Breach(name_of_nan, "is finite after a step whose gradient has a NaN, expected that the NaN is visible")
+        raise Breach(
+            name_of_nan,
+            "is finite after a step whose gradient has a NaN, expected that the NaN is visible",
+        )
     usual_values = Run(build).steps(2).values()
     del usual_values[name_of_nan]  # all others are compared
     require_equal(values, usual_values, f"with a NaN in the gradient of {name_of_nan}")

@@ -26,7 +26,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from muonfx.testing.optimizers.law import OPTIMIZER_LAWS, Build, OptimizerLaw, Outcome, optimizer_law, outcome_of
+from muonfx.testing.optimizers.law import (
+    OPTIMIZER_LAWS,
+    Build,
+    OptimizerLaw,
+    Outcome,
+    optimizer_law,
+    outcome_of,
+)
 from muonfx.testing.optimizers.runs import (
     STEPS,
     Run,
@@ -108,7 +115,11 @@ def _require_equal_on_ranks(values: Values) -> None:
     for name, value in values.items():
         value_of_rank_0 = value.clone()
         dist.broadcast(value_of_rank_0, src=0)
-        require_equal({name: value}, {name: value_of_rank_0}, f"on rank {dist.get_rank()}, compared with rank 0")
+        require_equal(
+            {name: value},
+            {name: value_of_rank_0},
+            f"on rank {dist.get_rank()}, compared with rank 0",
+        )
 
 
 def _sharded_model() -> nn.Module:
@@ -155,7 +166,9 @@ def _outcomes_of_ranks(law: OptimizerLaw, build: Build) -> list[Outcome]:
     with tempfile.TemporaryDirectory() as folder:  # where the processes find each other
         processes: list[BaseProcess] = []
         for rank in range(RANKS):
-            process = context.Process(target=_run_rank, args=(rank, law.name, build, folder, queue), daemon=True)
+            process = context.Process(
+                target=_run_rank, args=(rank, law.name, build, folder, queue), daemon=True
+            )
             process.start()
             processes.append(process)
         have_finished = _join_or_kill(processes)
@@ -186,7 +199,9 @@ def _join_or_kill(processes: list[BaseProcess]) -> bool:
     return have_finished
 
 
-def _run_rank(rank: int, law_name: str, build: Build, folder: str, outcomes: SimpleQueue[tuple[int, Outcome]]) -> None:
+def _run_rank(
+    rank: int, law_name: str, build: Build, folder: str, outcomes: SimpleQueue[tuple[int, Outcome]]
+) -> None:
     """Join the process group as one of its ranks, check a law, and send the outcome. The process ends here.
 
     ``folder`` is empty and common to all ranks, so that they can find each other by a file in it.
@@ -197,7 +212,9 @@ def _run_rank(rank: int, law_name: str, build: Build, folder: str, outcomes: Sim
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=RANKS,
-        timeout=timedelta(seconds=SECONDS / 3),  # a rank whose peer has raised an error does not wait for long
+        timeout=timedelta(
+            seconds=SECONDS / 3
+        ),  # a rank whose peer has raised an error does not wait for long
     )
     outcome = outcome_of(OPTIMIZER_LAWS[law_name], build)
     outcomes.put((rank, outcome))

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -66,7 +69,9 @@ def seeded(model_class: Callable[[], nn.Module] = TinyModel) -> nn.Module:
     """Return a new model with the same values at each call, whatever the order of its layers is."""
     model = model_class()
     for name, param in model.named_parameters():
-        generator = torch.Generator().manual_seed(_seed_of(name, 0))  # one for all would depend on the order
+        generator = torch.Generator().manual_seed(
+            _seed_of(name, 0)
+        )  # one for all would depend on the order
         with torch.no_grad():
             param.copy_(torch.randn(param.shape, generator=generator) / 4)
     return model
@@ -206,7 +211,9 @@ def require_equal(values: Values, expected: Values, what: str) -> None:
             raise Breach(what, f"{name} differs by {difference:.1e} in norm, expected equal bits")
 
 
-def require_close(values: Values, expected: Values, start: Values, tolerance: float, what: str) -> None:
+def require_close(
+    values: Values, expected: Values, start: Values, tolerance: float, what: str
+) -> None:
     """Raise `Breach` unless all parameters have moved from ``start`` to nearly the values in ``expected``.
 
     The difference of two updates may be at most ``tolerance`` times the norm of the expected update. ``what`` names the
@@ -220,7 +227,9 @@ def require_close(values: Values, expected: Values, start: Values, tolerance: fl
         # Each step rounds the parameter, which may be large compared with its update. Such differences do not count.
         rounding = 4 * torch.finfo(expected_value.dtype).eps * float(expected_value.double().norm())
         is_close = difference <= tolerance * size + rounding
-        if not is_close or not math.isfinite(difference):  # if the expected update is infinite, all others are close
+        if not is_close or not math.isfinite(
+            difference
+        ):  # if the expected update is infinite, all others are close
             text = f"the update of {name} differs by {difference:.1e}, expected at most {tolerance:.0e} of its norm"
             raise Breach(what, f"{text}, {size:.1e}")
 

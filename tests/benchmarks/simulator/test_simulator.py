@@ -38,14 +38,27 @@ MESHES = st.builds(
 SETTINGS = st.builds(
     setting,
     MESHES,
-    st.lists(st.tuples(st.sampled_from([16, 32]), st.sampled_from([16, 48, 64])), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.sampled_from([16, 32]), st.sampled_from([16, 48, 64])), min_size=1, max_size=5
+    ),
     st.integers(0, 5),
 )
 
 
 BY_NAME = {scheme.name: scheme for scheme in (*OURS, *PEERS)}
-LAYOUTS = {"owner": "fsdp2", "whole parameters": "zero-whole", "owner, flat cuts": "zero-flat", "split": "ddp"}
-PUBLISHED = {"gpt2-xl": 1.558e9, "llama-8b": 8.03e9, "llama-70b": 70.6e9, "deepseek-v3": 671.0e9, "gpt-1t": 1.008e12}
+LAYOUTS = {
+    "owner": "fsdp2",
+    "whole parameters": "zero-whole",
+    "owner, flat cuts": "zero-flat",
+    "split": "ddp",
+}
+PUBLISHED = {
+    "gpt2-xl": 1.558e9,
+    "llama-8b": 8.03e9,
+    "llama-70b": 70.6e9,
+    "deepseek-v3": 671.0e9,
+    "gpt-1t": 1.008e12,
+}
 
 
 def tally_of(name: str, on: Setting) -> Tally:
@@ -96,10 +109,17 @@ def test_llama_70b_under_fsdp2_by_hand():
     assert len(run.shards) == 560
     assert {shard.route for shard in run.shards} == {"owner"}
     assert sum(run.sent) == sent
-    assert sum(on.layout("fsdp2").position(name, 5).numel for name in on.parameters) == (matrices + others) // ranks
+    assert (
+        sum(on.layout("fsdp2").position(name, 5).numel for name in on.parameters)
+        == (matrices + others) // ranks
+    )
     # A rank sends its shards of matrices that others own, and the results of its own matrices: by hand for each.
-    own = [sum(2 * shard.numel for shard in run.shards if shard.owner == rank) for rank in range(ranks)]
-    assert run.sent == [(2 * matrices - mine) // ranks + mine * (ranks - 1) // ranks for mine in own]
+    own = [
+        sum(2 * shard.numel for shard in run.shards if shard.owner == rank) for rank in range(ranks)
+    ]
+    assert run.sent == [
+        (2 * matrices - mine) // ranks + mine * (ranks - 1) // ranks for mine in own
+    ]
 
     counted = tally_of("owner", on)
     assert sum(counted.sent) == sent
@@ -108,7 +128,9 @@ def test_llama_70b_under_fsdp2_by_hand():
     assert counted.scratch == on.intermediates + under_way
     assert sum(map(sum, counted.work.values())) == 560
 
-    row = json.loads(printed("--model", "llama-70b", "--mesh", "shard=64", "--layout", "fsdp2", "--json"))["schemes"][0]
+    row = json.loads(
+        printed("--model", "llama-70b", "--mesh", "shard=64", "--layout", "fsdp2", "--json")
+    )["schemes"][0]
     assert (row["sent_mean"], row["sent_max"]) == (sent / ranks, max(run.sent))
     assert row["flops_mean"] == pytest.approx(flops / ranks, rel=1e-12)
     assert (row["state"], row["scratch"]) == (kept, on.intermediates + under_way)
@@ -127,7 +149,9 @@ def transferred(on: Setting, layout: str, **chosen: object) -> list[int]:
             if moves.sends and rank != shard.owner:
                 sent[rank] += moves.numel * on.dtype.itemsize
             for box in moves.owner_boxes:
-                sent[rank] += box.numel * on.dtype.itemsize * sum(other != rank for other in box.holders)
+                sent[rank] += (
+                    box.numel * on.dtype.itemsize * sum(other != rank for other in box.holders)
+                )
     return sent
 
 
@@ -153,7 +177,12 @@ def test_each_matrix_is_computed_as_often_as_the_route_says(on: Setting):
 @given(SETTINGS)
 def test_state_is_held_once_in_a_replica_or_once_a_rank(on: Setting):
     all_state = 4 * sum(matrix.numel for matrix in on.matrices) + 2 * 4 * 21
-    copies = {"owner": on.mesh.dp, "whole parameters": 1, "owner, flat cuts": 1, "split": on.mesh.ranks}
+    copies = {
+        "owner": on.mesh.dp,
+        "whole parameters": 1,
+        "owner, flat cuts": 1,
+        "split": on.mesh.ranks,
+    }
     for name, often in copies.items():
         assert sum(tally_of(name, on).state) == often * all_state
 
@@ -176,14 +205,33 @@ def test_models_have_their_published_size(name: str):
     assert model(name).numel == pytest.approx(PUBLISHED[name], rel=1e-3)
 
 
-GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257, "n_inner": None}
-QWEN3 = {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
-QWEN3 |= {"num_attention_heads": 16, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+    "n_inner": None,
+}
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+}
+QWEN3 |= {
+    "num_attention_heads": 16,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
 QWEN3 |= {"num_key_value_heads": 8}
 
 
 @pytest.mark.parametrize(("entries", "numel"), [(GPT2, 124_439_808), (QWEN3, 596_049_920)])
-def test_a_config_of_hugging_face_gives_the_published_number_of_parameters(entries: object, numel: int, tmp_path: Path):
+def test_a_config_of_hugging_face_gives_the_published_number_of_parameters(
+    entries: object, numel: int, tmp_path: Path
+):
     (tmp_path / "config.json").write_text(json.dumps(entries))
     assert model(str(tmp_path / "config.json")).numel == numel
 
@@ -191,7 +239,9 @@ def test_a_config_of_hugging_face_gives_the_published_number_of_parameters(entri
 @given(SETTINGS)
 def test_zero_3_computes_each_matrix_once(on: Setting):
     tally = tally_of("DeepSpeed ZeRO-3", on)
-    assert sum(tally.flops) == pytest.approx(sum(flops(on.cost(matrix.shape)) for matrix in matrices_of(on)))
+    assert sum(tally.flops) == pytest.approx(
+        sum(flops(on.cost(matrix.shape)) for matrix in matrices_of(on))
+    )
     assert sum(tally.load) == pytest.approx(sum(on.loads))
 
 
@@ -231,7 +281,10 @@ def test_torchtitan_computes_each_matrix_once_a_replica_and_sends_it_there_and_b
         return
     assert tally is not None
     assert sum(tally.load) == pytest.approx(on.mesh.dp * sum(on.loads))
-    there = [size * (1 - 1 / own.pieces(on.mesh)) for own, size in zip(matrices_of(on), on.sizes, strict=True)]
+    there = [
+        size * (1 - 1 / own.pieces(on.mesh))
+        for own, size in zip(matrices_of(on), on.sizes, strict=True)
+    ]
     assert sum(tally.sent) == pytest.approx(on.mesh.dp * 2 * sum(there))
 
 
@@ -246,7 +299,9 @@ def test_our_rows_come_first_and_then_the_other_libraries() -> None:
 
 def test_the_page_shows_what_the_program_prints() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    blocks = re.findall(r"```text\n\$ python -m benchmarks\.simulator (.*?)\n(.*?)```", page, flags=re.S)
+    blocks = re.findall(
+        r"```text\n\$ python -m benchmarks\.simulator (.*?)\n(.*?)```", page, flags=re.S
+    )
     assert blocks
     for arguments, output in blocks:
         found = printed(*arguments.split())

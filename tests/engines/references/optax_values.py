@@ -25,7 +25,10 @@ def double_precision() -> Iterator[None]:
 def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
     """Random float64 tensors by name."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
 
 
 def to_jax(values: Mapping[str, Tensor]) -> dict[str, Any]:

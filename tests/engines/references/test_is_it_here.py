@@ -17,7 +17,9 @@ pytestmark = pytest.mark.engines
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "beside-others.md").read_text()
 NAMED = {
-    name.split(".")[-1] for row in re.findall(r"^\| (.*?) \|", PAGE, re.M) for name in re.findall(r"`([\w.]+)`", row)
+    name.split(".")[-1]
+    for row in re.findall(r"^\| (.*?) \|", PAGE, re.M)
+    for name in re.findall(r"`([\w.]+)`", row)
 }
 
 
@@ -27,9 +29,13 @@ def makes_a_transform(function: object) -> bool:
     )
 
 
-@pytest.mark.parametrize(("module", "is_named"), [(optax, makes_a_transform), (contrib, inspect.isfunction)])
+@pytest.mark.parametrize(
+    ("module", "is_named"), [(optax, makes_a_transform), (contrib, inspect.isfunction)]
+)
 def test_every_transform_of_optax_is_told_of(module: Any, is_named: Callable[[object], bool]):
-    public = {name for name in dir(module) if not name.startswith("_") and is_named(getattr(module, name))}
+    public = {
+        name for name in dir(module) if not name.startswith("_") and is_named(getattr(module, name))
+    }
     assert len(public) > (80 if module is optax else 25)
     assert public <= NAMED, sorted(public - NAMED)
 

@@ -57,12 +57,18 @@ See = Callable[[Any, Any], dict[str, Any]]
 """A function of state and parameters that returns the values to compare."""
 
 
-def ours_seen(tx: mfx.Transform, see: See, steps: int, *, gives_loss: bool = False, ascent: Any = None) -> list[Any]:
+def ours_seen(
+    tx: mfx.Transform, see: See, steps: int, *, gives_loss: bool = False, ascent: Any = None
+) -> list[Any]:
     params, seen = drawn(SHAPES, 0), []
     state = tx.init(params)
     for _ in range(steps):
         extras = {"value": loss(params)} if gives_loss else {}
-        grads = gradient(params) if ascent is None else mfx.contrib.sam_gradient(gradient, params, ascent)
+        grads = (
+            gradient(params)
+            if ascent is None
+            else mfx.contrib.sam_gradient(gradient, params, ascent)
+        )
         updates, state = tx.update(grads, state, params, **extras)
         params = mfx.apply_updates(params, updates)
         seen.append(see(state, params))
@@ -104,10 +110,20 @@ CORRECTED = {"bias_correction": True}
 SAME: list[tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
     # the name in both, positional arguments, named arguments of ours and of theirs
     ("scale_by_rms", (), {}, {}),
-    ("scale_by_rms", (0.8, 1e-3), {"eps_in_sqrt": False, "debias": True}, {"eps_in_sqrt": False, **CORRECTED}),
+    (
+        "scale_by_rms",
+        (0.8, 1e-3),
+        {"eps_in_sqrt": False, "debias": True},
+        {"eps_in_sqrt": False, **CORRECTED},
+    ),
     ("scale_by_sign", (), {}, {}),
     ("scale_by_factored_rms", (), {"min_dim_size_to_factor": 4}, {"min_dim_size_to_factor": 4}),
-    ("scale_by_factored_rms", (), {"decay_rate": 0.5, "eps": 1e-6}, {"decay_rate": 0.5, "epsilon": 1e-6}),
+    (
+        "scale_by_factored_rms",
+        (),
+        {"decay_rate": 0.5, "eps": 1e-6},
+        {"decay_rate": 0.5, "epsilon": 1e-6},
+    ),
     ("scale_by_adam", (0.8, 0.95), {"nesterov": True}, {"nesterov": True}),
 ]
 
@@ -140,7 +156,10 @@ DECAYING = {"weight_decay": 0.1, "estim_lr0": 1e-3, "estim_lr_coef": 0.5}
     [
         ({}, {}),
         ({"b1": 0.8, "b2": 0.95, **DECAYING}, {"betas": (0.8, 0.95), **DECAYING}),
-        ({"safeguard_warmup": True, "estim_lr0": 1e-2}, {"safeguard_warmup": True, "estim_lr0": 1e-2}),
+        (
+            {"safeguard_warmup": True, "estim_lr0": 1e-2},
+            {"safeguard_warmup": True, "estim_lr0": 1e-2},
+        ),
     ],
 )
 def test_prodigy(ours: dict[str, Any], theirs: dict[str, Any]):
@@ -165,21 +184,32 @@ def test_reduce_on_plateau(settings: dict[str, Any]):
     # The loss rises and falls with this rate.
     tx = mfx.chain(mfx.scale_by_learning_rate(0.7), mfx.contrib.reduce_on_plateau(0.5, **settings))
     reference = optax.chain(optax.sgd(0.7), optax.contrib.reduce_on_plateau(0.5, **settings))
-    ours = ours_seen(tx, lambda s, p: {**p, "scale": s["reduce_on_plateau"].scale}, 30, gives_loss=True)
-    compare_seen(ours, theirs_seen(reference, lambda s, p: {**p, "scale": s[-1].scale}, 30, value=loss))
+    ours = ours_seen(
+        tx, lambda s, p: {**p, "scale": s["reduce_on_plateau"].scale}, 30, gives_loss=True
+    )
+    compare_seen(
+        ours, theirs_seen(reference, lambda s, p: {**p, "scale": s[-1].scale}, 30, value=loss)
+    )
     assert ours[-1]["scale"] < 1.0
 
 
 def test_sam():
-    ours = ours_seen(mfx.adamw(RATE, weight_decay=0.0), params_only, 20, ascent=mfx.contrib.sam(0.3))
+    ours = ours_seen(
+        mfx.adamw(RATE, weight_decay=0.0), params_only, 20, ascent=mfx.contrib.sam(0.3)
+    )
     climb = optax.chain(optax.contrib.normalize(), optax.sgd(0.3))
     reference = optax.contrib.sam(optax.adam(RATE), climb, opaque_mode=True)
-    compare_seen(ours, theirs_seen(reference, params_only, 20, grad_fn=lambda params: lambda at, _: gradient(at)))
+    compare_seen(
+        ours,
+        theirs_seen(reference, params_only, 20, grad_fn=lambda params: lambda at, _: gradient(at)),
+    )
 
 
 def test_polargrad_is_muon_of_optax_with_the_dual_norm():
     keller = mfx.orthogonalize(coefficients="keller", method="standard", dtype=torch.float64)
-    ours = mfx.chain(mfx.momentum(0.9, nesterov=False, debias=True), mfx.contrib.scale_by_dual_norm(keller))
+    ours = mfx.chain(
+        mfx.momentum(0.9, nesterov=False, debias=True), mfx.contrib.scale_by_dual_norm(keller)
+    )
     params, grads = ({"w": drawn(SHAPES, seed)["w"]} for seed in (0, 1))
     theirs = optax.contrib.scale_by_muon(
         beta=0.9,
@@ -233,4 +263,6 @@ def test_a_schedule_is_optaxs_at_every_step(name: str, data: st.DataObject):
     ours, theirs = data.draw(SCHEDULES[name])
     wanted = np.asarray([float(theirs(jax.numpy.asarray(count))) for count in range(25)])
     found = [ours(count) for count in range(25)]
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=BOUND * max(1.0, float(np.abs(wanted).max())))
+    np.testing.assert_allclose(
+        found, wanted, rtol=0, atol=BOUND * max(1.0, float(np.abs(wanted).max()))
+    )

@@ -27,7 +27,10 @@ def exact_polar_factors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(draw: torch.Generator, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    return {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=draw, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
 
 
 def assert_equal(tx: mfx.Transform, make: Any, bound: float, steps: int = 4) -> None:
@@ -39,7 +42,9 @@ def assert_equal(tx: mfx.Transform, make: Any, bound: float, steps: int = 4) -> 
         memory["optimizer"].step()
         return memory["param"].detach().clone()
 
-    formulas.assert_follows(tx, step, Example.of(SHAPES, steps=steps, dtype=torch.float64), rtol=bound, atol=bound)
+    formulas.assert_follows(
+        tx, step, Example.of(SHAPES, steps=steps, dtype=torch.float64), rtol=bound, atol=bound
+    )
 
 
 NORMS = {
@@ -59,9 +64,16 @@ def test_scion(norm: str, constrained: bool):
     more = {"norm_type": lmo, "norm_kwargs": settings, "constraint": constrained, "scale": 5.0}
     labels = dict.fromkeys(SHAPES, "role")
     tx = mfx.contrib.scion(
-        RATE, decay=BETA, norms={"role": (norm, 5.0)}, orthogonalize=EXACT, constrained=constrained, labels=labels
+        RATE,
+        decay=BETA,
+        norms={"role": (norm, 5.0)},
+        orthogonalize=EXACT,
+        constrained=constrained,
+        labels=labels,
     )
-    assert_equal(tx, lambda params: theirs.SCION(params, lr=RATE, momentum=1 - BETA, **more), 1e-6)  # eps is 1e-8
+    assert_equal(
+        tx, lambda params: theirs.SCION(params, lr=RATE, momentum=1 - BETA, **more), 1e-6
+    )  # eps is 1e-8
 
 
 def test_adamuon():
@@ -70,7 +82,13 @@ def test_adamuon():
         return theirs.AdaMuon([group], lr=RATE, betas=(BETA, 0.8), weight_decay=DECAY, eps=1e-10)
 
     tx = variants.adamuon(
-        RATE, decay=BETA, second_decay=0.8, eps=1e-10, nesterov=False, weight_decay=DECAY, orthogonalize=EXACT
+        RATE,
+        decay=BETA,
+        second_decay=0.8,
+        eps=1e-10,
+        nesterov=False,
+        weight_decay=DECAY,
+        orthogonalize=EXACT,
     )
     assert_equal(tx, make, 1e-8)
 
@@ -83,12 +101,16 @@ def test_soap(refresh: int, longest: int, monkeypatch: pytest.MonkeyPatch):
 
     def start(factors: list[Any]) -> list[Any]:
         """The bases after the first gradient, where theirs are the eigenvectors."""
-        return [power_iterated(f, torch.eye(len(f)).to(f), shift)[0] if len(f) else f for f in factors]
+        return [
+            power_iterated(f, torch.eye(len(f)).to(f), shift)[0] if len(f) else f for f in factors
+        ]
 
     monkeypatch.setattr(theirs.SOAP, "get_orthogonal_matrix", staticmethod(start))
     more = {"betas": (BETA, 0.8), "weight_decay": 0.0, "eps": 1e-10}
     more |= {"precondition_frequency": refresh, "max_precondition_dim": longest}
-    direction = mfx.contrib.scale_by_soap(BETA, 0.8, 1e-10, refresh=refresh, max_precondition_size=longest)
+    direction = mfx.contrib.scale_by_soap(
+        BETA, 0.8, 1e-10, refresh=refresh, max_precondition_size=longest
+    )
     tx = mfx.chain(direction, mfx.scale_by_learning_rate(RATE))
     # They decompose in fp32.
     assert_equal(tx, lambda params: theirs.SOAP(params, lr=RATE, **more), 1e-5, steps=16)
@@ -118,11 +140,18 @@ def test_adaptive_sam():
         step = mfx.contrib.sam_gradient(gradient, params, mfx.contrib.sam(0.3, adaptive=True))
         params = mfx.tree.map(lambda p, g: p - RATE * g, params, step)
         # They compute the norm in fp32.
-        torch.testing.assert_close(params, {n: own.detach() for n, own in copies.items()}, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            params, {n: own.detach() for n, own in copies.items()}, rtol=1e-6, atol=1e-6
+        )
 
 
 # Eight rows for each of three heads, four for the rotary queries.
-ROLES = {"q_c": ("query", 24), "q_r": ("query_rotary", 12), "k_c": ("key", 24), "k_r": ("key_rotary", 4)}
+ROLES = {
+    "q_c": ("query", 24),
+    "q_r": ("query_rotary", 12),
+    "k_c": ("key", 24),
+    "k_r": ("key_rotary", 4),
+}
 HEADS = (
     mfx.AttentionHeads("attn", 3, query="q_c", key="k_c"),
     mfx.AttentionHeads("attn", 3, query="q_r", key="k_c", rotary_dims=(0, 4)),
@@ -153,7 +182,10 @@ def test_qk_clip(alpha: float):
             params[name].grad, unclipped[name].grad = grad, grad.clone()
         clipping.step(attention_max_logits={"attn": logits})
         without.step()
-        updates = {f"attn.{name}.weight": w - before[f"attn.{name}.weight"] for name, w in unclipped.items()}
+        updates = {
+            f"attn.{name}.weight": w - before[f"attn.{name}.weight"]
+            for name, w in unclipped.items()
+        }
         found, _ = tx.update(updates, tx.init(before), before, max_logits={"attn": logits})
         ours = mfx.apply_updates(before, found)
         for name, param in params.items():

@@ -35,7 +35,9 @@ TRANSFORMS_PAGE = (Path(__file__).parents[3] / "docs" / "concepts" / "transforms
 
 def defined_by(page: str, code: str) -> dict[str, Any]:
     """The names that the first block with some code of a page defines."""
-    (block, *_) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if code in block]
+    (block, *_) = [
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if code in block
+    ]
     names: dict[str, Any] = {"torch": torch, "mfx": mfx}
     exec(block, names)
     return names
@@ -43,7 +45,10 @@ def defined_by(page: str, code: str) -> dict[str, Any]:
 
 SCALINGS: dict[str, tuple[mfx.Transform, Any]] = {
     "apply_every": (mfx.accumulate(mfx.identity(), 3, mean=False), optax.apply_every(3)),
-    "centralize": (defined_by(TRANSFORMS_PAGE, "def centralize")["centralize"](), optax.centralize()),
+    "centralize": (
+        defined_by(TRANSFORMS_PAGE, "def centralize")["centralize"](),
+        optax.centralize(),
+    ),
     "add_decayed_weights": (mfx.add_decayed_weights(0.1), optax.add_decayed_weights(0.1)),
     "clip": (mfx.clip_by_value(0.5), optax.clip(0.5)),
     "clip_by_block_rms": (mfx.clip_by_block_rms(0.5), optax.clip_by_block_rms(0.5)),
@@ -63,7 +68,10 @@ SCALINGS: dict[str, tuple[mfx.Transform, Any]] = {
 """For names of Optax, both transforms without a learning rate."""
 
 OPTIMIZERS: dict[str, tuple[mfx.Transform, Any]] = {
-    "MultiSteps": (mfx.accumulate(mfx.adamw(RATE), 3), optax.MultiSteps(optax.adamw(RATE, weight_decay=0.01), 3)),
+    "MultiSteps": (
+        mfx.accumulate(mfx.adamw(RATE), 3),
+        optax.MultiSteps(optax.adamw(RATE, weight_decay=0.01), 3),
+    ),
     "adam": (mfx.adamw(RATE, weight_decay=0.0), optax.adam(RATE)),
     "apply_if_finite": (
         mfx.skip_nonfinite(mfx.adamw(RATE)),
@@ -76,16 +84,29 @@ OPTIMIZERS: dict[str, tuple[mfx.Transform, Any]] = {
         mfx.chain(mfx.contrib.scale_by_factored_rms(), mfx.clip_by_block_rms(1.0), PLAIN),
         optax.adafactor(RATE, multiply_by_parameter_scale=False),
     ),
-    "lamb": (mfx.chain(mfx.scale_by_adam(eps=1e-6), mfx.contrib.match_weight_norms(), PLAIN), optax.lamb(RATE)),
+    "lamb": (
+        mfx.chain(mfx.scale_by_adam(eps=1e-6), mfx.contrib.match_weight_norms(), PLAIN),
+        optax.lamb(RATE),
+    ),
     "lars": (
-        mfx.chain(mfx.contrib.match_weight_norms(), mfx.momentum(0.9, heavy_ball=True, nesterov=False), PLAIN),
+        mfx.chain(
+            mfx.contrib.match_weight_norms(),
+            mfx.momentum(0.9, heavy_ball=True, nesterov=False),
+            PLAIN,
+        ),
         optax.lars(RATE, trust_coefficient=1.0),
     ),
     "lion": (mfx.lion(RATE), optax.lion(RATE, weight_decay=0.0)),
     "rmsprop": (mfx.chain(mfx.scale_by_rms(), PLAIN), optax.rmsprop(RATE)),
-    "sgd": (mfx.chain(mfx.momentum(0.9, heavy_ball=True, nesterov=False), PLAIN), optax.sgd(RATE, 0.9)),
+    "sgd": (
+        mfx.chain(mfx.momentum(0.9, heavy_ball=True, nesterov=False), PLAIN),
+        optax.sgd(RATE, 0.9),
+    ),
     "sign_sgd": (mfx.chain(mfx.scale_by_sign(), PLAIN), optax.sign_sgd(RATE)),
-    "signum": (mfx.chain(mfx.momentum(0.9, nesterov=False), mfx.scale_by_sign(), PLAIN), optax.signum(RATE, 0.9)),
+    "signum": (
+        mfx.chain(mfx.momentum(0.9, nesterov=False), mfx.scale_by_sign(), PLAIN),
+        optax.signum(RATE, 0.9),
+    ),
     "fromage": (
         mfx.chain(
             mfx.contrib.match_weight_norms(),
@@ -98,7 +119,8 @@ OPTIMIZERS: dict[str, tuple[mfx.Transform, Any]] = {
 """For names of Optax, both optimizers, with a learning rate."""
 
 ROWS = OPTIMIZERS | {
-    name: (mfx.chain(tx, PLAIN), optax.chain(reference, THEIR_PLAIN)) for name, (tx, reference) in SCALINGS.items()
+    name: (mfx.chain(tx, PLAIN), optax.chain(reference, THEIR_PLAIN))
+    for name, (tx, reference) in SCALINGS.items()
 }
 
 
@@ -118,7 +140,9 @@ def cells_of(name: str) -> list[str]:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_the_same_transform(name: str) -> None:
     require_equal(*ROWS[name])
-    assert cells_of(name)[1] != "–" or name == "centralize"  # the row of this one names an example on a page
+    assert (
+        cells_of(name)[1] != "–" or name == "centralize"
+    )  # the row of this one names an example on a page
 
 
 def require_equal(tx: mfx.Transform, reference: Any) -> None:
@@ -135,7 +159,9 @@ def require_equal(tx: mfx.Transform, reference: Any) -> None:
         their_updates, their_state = reference.update(their_gradients, their_state, their_params)
         their_params = optax.apply_updates(their_params, their_updates)
     for leaf, param in params.items():
-        np.testing.assert_allclose(param.numpy(), np.asarray(their_params[leaf]), rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(
+            param.numpy(), np.asarray(their_params[leaf]), rtol=2e-6, atol=2e-6
+        )
 
 
 def test_the_same_muon_is_contrib_muon_with_its_adam() -> None:
@@ -151,10 +177,14 @@ def test_the_same_muon_is_contrib_muon_with_its_adam() -> None:
         gradients = drawn(shapes, step + 1)
         updates, state = tx.update(gradients, state, params)
         params = mfx.apply_updates(params, updates)
-        their_updates, their_state = reference.update(to_jax(transposed(gradients)), their_state, their_params)
+        their_updates, their_state = reference.update(
+            to_jax(transposed(gradients)), their_state, their_params
+        )
         their_params = optax.apply_updates(their_params, their_updates)
     for leaf, param in params.items():
-        np.testing.assert_allclose(param.numpy(), np.asarray(their_params[leaf]).T, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            param.numpy(), np.asarray(their_params[leaf]).T, rtol=1e-5, atol=1e-5
+        )
 
 
 def transposed(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -165,10 +195,16 @@ HINTS: dict[str, tuple[dict[str, Any], Any]] = {
     # names of Optax: numbers that replace the numbers of the hint, and the optimizer of Optax
     "trace": ({"decay": 0.9}, optax.trace(0.9)),
     "ema": ({"decay": 0.9}, optax.ema(0.9)),
-    "sgd": ({"momentum.decay": 0.9, "scale_by_learning_rate.learning_rate": RATE}, optax.sgd(RATE, 0.9)),
+    "sgd": (
+        {"momentum.decay": 0.9, "scale_by_learning_rate.learning_rate": RATE},
+        optax.sgd(RATE, 0.9),
+    ),
     "adam": ({"scale_by_learning_rate.learning_rate": RATE}, optax.adam(RATE)),
     "nadam": ({"scale_by_learning_rate.learning_rate": RATE}, optax.nadam(RATE)),
-    "nadamw": ({"scale_by_learning_rate.learning_rate": RATE}, optax.nadamw(RATE, weight_decay=0.01)),
+    "nadamw": (
+        {"scale_by_learning_rate.learning_rate": RATE},
+        optax.nadamw(RATE, weight_decay=0.01),
+    ),
 }
 
 
@@ -188,18 +224,27 @@ def test_a_row_of_the_page_on_optax_computes_the_same(name: str) -> None:
     require_equal(eval(f"mfx.{code}", {"mfx": mfx, "decay": 0.9}), getattr(optax, name)(0.9))
 
 
-@pytest.mark.parametrize("name", ["normalize", "normalize_by_update_norm", "scale_by_param_block_norm"])
+@pytest.mark.parametrize(
+    "name", ["normalize", "normalize_by_update_norm", "scale_by_param_block_norm"]
+)
 def test_a_row_names_nothing_that_computes_another_update(name: str) -> None:
     assert cells_of(name)[1] == "–"
 
 
 def test_the_page_on_optax_writes_a_prefix_tree_by_paths() -> None:
-    assert '`{"a": "x"}` is `mfx.routing.labels(params, [(mfx.routing.path("a.*"), "x")])`' in OPTAX_PAGE
+    assert (
+        '`{"a": "x"}` is `mfx.routing.labels(params, [(mfx.routing.path("a.*"), "x")])`'
+        in OPTAX_PAGE
+    )
     inner = {"x": mfx.scale_by_learning_rate(1.0), "y": mfx.scale_by_learning_rate(2.0)}
     params = {"a": {"w": torch.ones(2)}, "c": [torch.ones(2)]}
-    with pytest.raises(ValueError, match=r"found no value for 'a.w', .* muonfx.routing.labels\(params, "):
+    with pytest.raises(
+        ValueError, match=r"found no value for 'a.w', .* muonfx.routing.labels\(params, "
+    ):
         mfx.partition(inner, {"a": "x", "c": "y"}).init(params)
-    labels = mfx.routing.labels(params, [(mfx.routing.path("a.*"), "x"), (mfx.routing.path("c.*"), "y")])
+    labels = mfx.routing.labels(
+        params, [(mfx.routing.path("a.*"), "x"), (mfx.routing.path("c.*"), "y")]
+    )
     tx = mfx.partition(inner, labels)
     updates, _ = tx.update(params, tx.init(params), params)
     assert updates["a"]["w"].tolist() == [-1.0, -1.0]

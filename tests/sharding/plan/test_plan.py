@@ -48,7 +48,10 @@ def covered(shards: tuple[MatrixShard, ...], name: str) -> list[int]:
 def stacks(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], sharding.Layout]:
     size = draw(st.integers(1, 5))
     batch = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
-    params = {"stack": torch.zeros(*batch, draw(st.integers(1, 4)), draw(st.integers(1, 4))), "w": torch.zeros(5, 3)}
+    params = {
+        "stack": torch.zeros(*batch, draw(st.integers(1, 4)), draw(st.integers(1, 4))),
+        "w": torch.zeros(5, 3),
+    }
     total = sum(p.numel() for p in params.values())
     inner = sorted(draw(st.lists(st.integers(0, total), min_size=size - 1, max_size=size - 1)))
     layout = draw(
@@ -65,7 +68,9 @@ def stacks(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], sharding.Layout]:
 
 
 @given(stacks(), st.sampled_from(["split", "everyone"]))
-def test_every_matrix_is_computed_once_by_a_rank_that_has_one_range_of_a_stack(drawn, replicas: str):
+def test_every_matrix_is_computed_once_by_a_rank_that_has_one_range_of_a_stack(
+    drawn, replicas: str
+):
     params, layout = drawn
     run = run_of(mfx.orthogonalize(view=EXPERTS, dtype=torch.float32), layout, replicas=replicas)
     for name in params:
@@ -84,7 +89,9 @@ def test_heads_that_are_whole_on_a_rank_stay_there():
     # six rows of qkv on each, and out on the last
     layout = sharding.flat(params, 4, order=["qkv", "out"], cuts=[0, 36, 72, 108, 288])
     heads = run_of(
-        mfx.orthogonalize(view=mfx.MatrixView({"qkv": "(heads=12 dim) in -> heads dim in"}), dtype=torch.float32),
+        mfx.orthogonalize(
+            view=mfx.MatrixView({"qkv": "(heads=12 dim) in -> heads dim in"}), dtype=torch.float32
+        ),
         layout,
     )
     assert [(s.name, s.shape, s.owner, s.route) for s in heads.shards] == [
@@ -100,10 +107,14 @@ def test_unequal_parts_that_repeat_stay_on_the_rank_that_has_all_of_them():
     layout = sharding.zero({"kv": torch.zeros(24, 5)}, 4, partition="each")
     by_head = "(heads=4 (k=2 + v=4)) in -> heads k in, heads v in"
     run = run_of(mfx.orthogonalize(view=mfx.MatrixView(by_head), dtype=torch.float32), layout)
-    assert [(s.shape, s.owner, s.route) for s in run.shards] == [((1, 6, 5), rank, "local") for rank in range(4)]
+    assert [(s.shape, s.owner, s.route) for s in run.shards] == [
+        ((1, 6, 5), rank, "local") for rank in range(4)
+    ]
     assert run.sent == [0] * 4
     over_heads = "(heads=4 (k=2 + v=4)) in -> (heads k) in, (heads v) in"
-    assert sum(run_of(mfx.orthogonalize(view=mfx.MatrixView(over_heads), dtype=torch.float32), layout).sent)
+    assert sum(
+        run_of(mfx.orthogonalize(view=mfx.MatrixView(over_heads), dtype=torch.float32), layout).sent
+    )
 
 
 def experts_on(size: int, parts: int, stacks: int) -> sharding.Layout:
@@ -116,7 +127,9 @@ def experts_on(size: int, parts: int, stacks: int) -> sharding.Layout:
 
 
 @pytest.mark.parametrize(("parts", "stacks"), [(2, 4), (2, 3), (1, 2), (1, 3), (4, 2)])
-def test_experts_that_are_cut_further_than_their_number_go_to_all_ranks_of_their_part(parts: int, stacks: int):
+def test_experts_that_are_cut_further_than_their_number_go_to_all_ranks_of_their_part(
+    parts: int, stacks: int
+):
     layout = experts_on(8, parts, stacks)
     run = run_of(mfx.orthogonalize(view=EXPERTS, dtype=torch.float32), layout)
     for shard in run.shards:
@@ -137,7 +150,9 @@ def test_experts_that_are_cut_further_than_their_number_go_to_all_ranks_of_their
         ({"up": (3, 4, 5), "down": (3, 5, 4)}, 6, [(rank, 1) for rank in range(6)]),
     ],
 )
-def test_stacks_that_all_hold_are_divided(shapes: dict[str, tuple[int, ...]], size: int, owned: list[tuple[int, int]]):
+def test_stacks_that_all_hold_are_divided(
+    shapes: dict[str, tuple[int, ...]], size: int, owned: list[tuple[int, int]]
+):
     layout = sharding.replicated({name: torch.zeros(shape) for name, shape in shapes.items()}, size)
     run = run_of(mfx.orthogonalize(view=EXPERTS, dtype=torch.float32), layout, replicas="split")
     assert sorted((shard.owner, shard.shape[0]) for shard in run.shards) == owned
@@ -155,7 +170,11 @@ def predicted(run: RunPlan, machine: Machine) -> float:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from((4, 64, 256, 700)), st.sampled_from((4, 64, 256))), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(st.sampled_from((4, 64, 256, 700)), st.sampled_from((4, 64, 256))),
+        min_size=1,
+        max_size=12,
+    ),
     st.integers(2, 5),
     st.builds(
         Machine,
@@ -165,10 +184,16 @@ def predicted(run: RunPlan, machine: Machine) -> float:
         st.sampled_from((0.0, 1e-5, 1e-3)),
     ),
 )
-def test_auto_is_predicted_to_be_no_slower_than_either_way(shapes: list[tuple[int, int]], size: int, machine: Machine):
-    layout = sharding.replicated({f"w{i}": torch.zeros(shape) for i, shape in enumerate(shapes)}, size)
+def test_auto_is_predicted_to_be_no_slower_than_either_way(
+    shapes: list[tuple[int, int]], size: int, machine: Machine
+):
+    layout = sharding.replicated(
+        {f"w{i}": torch.zeros(shape) for i, shape in enumerate(shapes)}, size
+    )
     with mock.patch.object(Machine, "of", return_value=machine):
-        auto, *others = (run_of(FP32, layout, replicas=replicas) for replicas in ("auto", "split", "everyone"))
+        auto, *others = (
+            run_of(FP32, layout, replicas=replicas) for replicas in ("auto", "split", "everyone")
+        )
     assert predicted(auto, machine) <= min(predicted(run, machine) for run in others) * (1 + 1e-9)
     # No bucket has matrices that every rank computes, and matrices that one rank owns.
     assert all(len({auto.shards[i].owner is None for i in bucket}) == 1 for bucket in auto.buckets)
@@ -176,7 +201,10 @@ def test_auto_is_predicted_to_be_no_slower_than_either_way(shapes: list[tuple[in
 
 @pytest.mark.parametrize("limit", [1, 6 * 400, 6 * 1000, 1 << 28])
 def test_an_owner_has_no_more_of_a_bucket_than_its_share_of_the_bound(limit: int):
-    params = {f"w{i}": torch.zeros(10, 10, dtype=(torch.float32, torch.bfloat16)[i % 2]) for i in range(30)}
+    params = {
+        f"w{i}": torch.zeros(10, 10, dtype=(torch.float32, torch.bfloat16)[i % 2])
+        for i in range(30)
+    }
     run = run_of(FP32, sharding.zero(params, 3, partition="flat"), bucket_bytes=limit)
     for bucket in run.buckets:
         assert len({params[run.shards[i].name].dtype for i in bucket}) == 1
@@ -195,8 +223,13 @@ def test_an_owner_has_no_more_of_a_bucket_than_its_share_of_the_bound(limit: int
         (torch.float64, torch.float32, torch.float32),
     ],
 )
-def test_matrices_travel_in_what_they_are_rounded_to(dtype: torch.dtype, held: torch.dtype, wire: torch.dtype):
-    layout, orthogonalize = sharding.zero({"w": torch.zeros(4, 4, dtype=held)}, 2, partition="flat"), mfx.orthogonalize
+def test_matrices_travel_in_what_they_are_rounded_to(
+    dtype: torch.dtype, held: torch.dtype, wire: torch.dtype
+):
+    layout, orthogonalize = (
+        sharding.zero({"w": torch.zeros(4, 4, dtype=held)}, 2, partition="flat"),
+        mfx.orthogonalize,
+    )
     assert run_of(orthogonalize(dtype=dtype), layout).wire_dtypes(held) == (wire, wire)
     longer = run_of(mfx.chain(orthogonalize(dtype=dtype), mfx.normalize_neurons()), layout)
     assert longer.wire_dtypes(held) == (wire, held)  # what is normalized has all its digits
@@ -220,8 +253,13 @@ def test_owners_are_balanced(size: int):
         assert max(run.flops) <= most * lower_bound([shard.cost for shard in run.shards], size)
 
 
-@given(st.integers(1, 8), st.lists(st.tuples(st.integers(0, 33), st.integers(0, 33)), min_size=1, max_size=12))
-def test_whole_partitions_hold_the_bytes_of_all_over_ranks_within_one_matrix(size: int, shapes: list[tuple[int, int]]):
+@given(
+    st.integers(1, 8),
+    st.lists(st.tuples(st.integers(0, 33), st.integers(0, 33)), min_size=1, max_size=12),
+)
+def test_whole_partitions_hold_the_bytes_of_all_over_ranks_within_one_matrix(
+    size: int, shapes: list[tuple[int, int]]
+):
     params = {f"w{i}": torch.empty(shape, device="meta") for i, shape in enumerate(shapes)}
     layout = sharding.zero(params, size, partition="whole")
     total = sum(4 * p.numel() for p in params.values())
@@ -234,7 +272,10 @@ def test_whole_partitions_hold_the_bytes_of_all_over_ranks_within_one_matrix(siz
 def test_a_sharded_chain_has_the_plan_of_the_chain_and_a_chain_without_matrices_an_empty_one():
     layout = sharding.zero({"w": torch.zeros(8, 8), "v": torch.zeros(4, 8)}, 2, partition="flat")
     tx = mfx.muon(0.1, orthogonalize=FP32)
-    assert sharding.plan_for(sharding.sharded(tx, layout), layout).owners() == sharding.plan_for(tx, layout).owners()
+    assert (
+        sharding.plan_for(sharding.sharded(tx, layout), layout).owners()
+        == sharding.plan_for(tx, layout).owners()
+    )
     plan = sharding.plan_for(mfx.adamw(0.1), layout)
     assert (plan.runs, plan.flops, plan.sent, plan.balance) == ((), [0.0, 0.0], [0, 0], 1.0)
     assert "balance" in str(plan.explain())
@@ -269,7 +310,10 @@ def busiest(costs: list[float], owners: list[int], ranks: int) -> float:
 
 
 def best_possible(costs: list[float], ranks: int) -> float:
-    return min(busiest(costs, list(owners), ranks) for owners in itertools.product(range(ranks), repeat=len(costs)))
+    return min(
+        busiest(costs, list(owners), ranks)
+        for owners in itertools.product(range(ranks), repeat=len(costs))
+    )
 
 
 @given(COSTS, RANKS)
@@ -296,7 +340,9 @@ def test_an_item_goes_to_a_candidate(data: st.DataObject, costs: list[float], ra
     assert assign(others, ranks) == owners, "equal groups, other objects"
 
 
-@given(st.lists(st.tuples(st.floats(0, 100) | st.just(0.0), st.integers(0, 1000)), max_size=40), RANKS)
+@given(
+    st.lists(st.tuples(st.floats(0, 100) | st.just(0.0), st.integers(0, 1000)), max_size=40), RANKS
+)
 def test_bytes_end_within_one_item_of_the_mean(items: list[tuple[float, int]], ranks: int):
     sizes = [size for _, size in items]
     owners = assign_by_bytes([Item(cost, size) for cost, size in items], ranks)
@@ -306,7 +352,11 @@ def test_bytes_end_within_one_item_of_the_mean(items: list[tuple[float, int]], r
 
 def test_an_item_with_one_candidate_is_first_and_ties_go_to_fewer_bytes_then_to_the_lowest_rank():
     assert assign([Item(1.0, 0, (0, 1)), Item(1.0, 0, (0, 1)), Item(9.0, 0, (0,))], 2) == [1, 1, 0]
-    assert assign([Item(1.0, 10, (0, 1)), Item(1.0, 4, (0, 1)), Item(0.0, 1, (0, 1))], 2) == [0, 1, 1]
+    assert assign([Item(1.0, 10, (0, 1)), Item(1.0, 4, (0, 1)), Item(0.0, 1, (0, 1))], 2) == [
+        0,
+        1,
+        1,
+    ]
     assert assigned([0.0, 0.0], 3) == [0, 0]
 
 
@@ -317,10 +367,14 @@ def test_models_are_balanced_at_all_sizes(name: str, device: str):
     costs = [newton_schulz_cost(kind.shape, device).load if kind.muon else 0.0 for kind in kinds]
     matrices = [cost for cost, kind in zip(costs, kinds, strict=True) if kind.muon]
     for ranks in (8, 64, 512):
-        assert busiest(matrices, assigned(matrices, ranks), ranks) <= 1.05 * lower_bound(matrices, ranks), ranks
+        assert busiest(matrices, assigned(matrices, ranks), ranks) <= 1.05 * lower_bound(
+            matrices, ranks
+        ), ranks
     sizes = [kind.numel for kind in kinds]
     for ranks in (8, 64, 512):
-        owners = assign_by_bytes([Item(cost, size) for cost, size in zip(costs, sizes, strict=True)], ranks)
+        owners = assign_by_bytes(
+            [Item(cost, size) for cost, size in zip(costs, sizes, strict=True)], ranks
+        )
         assert busiest(costs, owners, ranks) <= 1.09 * lower_bound(costs, ranks)
         assert max(balance(sizes, owners, ranks)) <= sum(sizes) / ranks + max(sizes)
 
@@ -333,7 +387,9 @@ def test_bad_input_is_named():
 @given(st.integers(0, 3000), st.integers(0, 3000), st.sampled_from(["standard", "gram"]))
 def test_the_cost_counts_products(rows: int, columns: int, method):
     n, m = sorted((rows, columns))
-    cost = newton_schulz_cost((rows, columns), coefficients="keller", method=method, products="batched")
+    cost = newton_schulz_cost(
+        (rows, columns), coefficients="keller", method=method, products="batched"
+    )
     # 20 n^2 m + 10 n^3 in the standard form; 12 n^2 m + 22 n^3 with two restarts.
     want = 20 * n**2 * m + 10 * n**3 if method == "standard" else 12 * n**2 * m + 22 * n**3
     assert flops(cost) == want
