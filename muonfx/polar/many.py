@@ -17,6 +17,7 @@ from muonfx.internal.tracing import (
 )
 from muonfx.polar.checks import check_matrix, sharing
 from muonfx.polar.coefficients import CoefficientsLike
+from muonfx.polar.hardware import cpu_has_amx
 from muonfx.polar.iteration import as_function, in_place, rounded_and_scaled, same_range
 from muonfx.polar.policy import DTypeLike, MethodLike, Plan, Request, plan
 from muonfx.polar.polynomials import Polynomials, polynomials
@@ -26,6 +27,8 @@ from muonfx.tree.elementwise import aligned, can_be_stacked, is_aligned
 
 _CPU_SCRATCH = 1 << 25
 """The default bytes for temporary tensors of one batch on a CPU: these stay in its cache."""
+_CPU_SCRATCH_WITH_AMX = 1 << 26
+"""The same for a CPU with AMX. Each core computes the products of one matrix, so a batch should have several."""
 DEVICE_SCRATCH = 1 << 30
 """The default bytes for temporary tensors of one batch on other devices."""
 _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
@@ -113,7 +116,7 @@ def orthogonalize_many(
             make the dtype at least fp32 for all inputs.
         products: as in `orthogonalize`.
         max_scratch_bytes: the approximate memory for the temporary tensors of one batch. A batch has at least one
-            matrix. None: 32 MiB on a CPU, to stay in its cache, and 1 GiB elsewhere.
+            matrix. None: 32 MiB on a CPU, to stay in its cache, 64 MiB on a CPU with AMX, and 1 GiB elsewhere.
         donate: True if the caller does not use `xs` again. Each contiguous input that shares no memory with another
             input is then overwritten by its result, which saves memory. The values of the results are the same.
         workspace: memory for the temporary tensors of large matrices, which the next call can reuse; None: new memory.
@@ -281,13 +284,12 @@ class Orthogonalizer:
         )
         jobs: list[_Job] = []
         for kind, indices in _grouped(xs, may_use_buffers):
-            default_scratch = _CPU_SCRATCH if kind.device.type == "cpu" else DEVICE_SCRATCH
             job = _Job(
                 kind=kind,
                 indices=indices,
                 plan=self.plan_for(kind, differentiated=differentiated, traced=traced),
                 coefficients=self._polynomials,
-                scratch=max_scratch_bytes or default_scratch,
+                max_scratch_bytes=max_scratch_bytes,
                 in_one_batch=watched or traced,
                 workspace=workspace,
             )
@@ -331,8 +333,8 @@ class _Job(NamedTuple):
     """The positions of the matrices in the list of all matrices."""
     plan: Plan
     coefficients: Polynomials
-    scratch: int
-    """The approximate bytes for the temporary tensors of one batch."""
+    max_scratch_bytes: int | None
+    """The approximate bytes for the temporary tensors of one batch; None for the default of the device."""
     in_one_batch: bool
     """True if all matrices form one batch: autograd keeps all temporary tensors, a compiler plans memory itself, and
     splitting would fix all sizes in the compiled graph."""
@@ -448,8 +450,15 @@ def _can_be_views(batch: list[_Chunk]) -> bool:
     return True
 
 
+def _default_scratch(device: torch.device) -> int:
+    """Return the bytes for the temporary tensors of one batch, if the caller gives none."""
+    if device.type != "cpu":
+        return DEVICE_SCRATCH
+    return _CPU_SCRATCH_WITH_AMX if cpu_has_amx() else _CPU_SCRATCH
+
+
 def _most_in_a_batch(job: _Job) -> int | None:
-    """Return how many matrices one batch may have, so that its temporary tensors fit `job.scratch` bytes.
+    """Return how many matrices one batch may have, so that its temporary tensors fit `job.max_scratch_bytes`.
 
     None for any number.
     """
@@ -460,9 +469,10 @@ def _most_in_a_batch(job: _Job) -> int | None:
         kind.short, kind.long, kind.device
     ):  # in a batch it would get other bits than alone
         return 1
+    max_bytes = job.max_scratch_bytes or _default_scratch(kind.device)
     if not kind.in_buffers:  # small matrices, computed by `as_function`
-        return max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
-    limit = max(1, job.scratch // job.plan.scratch_bytes)
+        return max(1, max_bytes // scratch_bytes(kind.short, kind.long, job.plan.dtype))
+    limit = max(1, max_bytes // job.plan.scratch_bytes)
     limit = min(limit, job.plan.at_once or limit)  # None: no limit by the cache of a CPU
     # A thread of a CPU, surely of one with AMX, takes whole matrices: for 2 threads, 3 matrices take as long as 4.
     threads = torch.get_num_threads()
