@@ -77,7 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
     measures = measures_for(options)
     for name in options.names:
         for result in BENCHMARKS.get(name, name).split():
-            print(f"saved {save(result, measures[result]()).name}", flush=True)
+            path = save(result + options.suffix, measures[result]())
+            print(f"saved {path.name}", flush=True)
     if not options.no_report:
         print(report.tables())
         write_report()
@@ -120,6 +121,9 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--no-compile", action="store_true", help="skip candidates that use torch.compile"
+    )
+    parser.add_argument(
+        "--suffix", default="", help="end of the names of results, such as _amx for another machine"
     )
     parser.add_argument(
         "--no-report", action="store_true", help="write results only, not the documentation"

@@ -295,8 +295,15 @@ def polar() -> str:
 
 
 def step() -> str:
-    """Return the tables of the optimizer step, one for each set of matrices."""
-    return _quality_tables("step_speed", "step_quality", "one step", lambda row: row["case"])
+    """Return the tables of the optimizer step, one for each set of matrices; then those of a CPU with AMX."""
+    on_zen = _quality_tables("step_speed", "step_quality", "one step", lambda row: row["case"])
+    with_amx = _quality_tables(
+        "step_speed_amx",
+        "step_quality_amx",
+        "one step",
+        lambda row: f"{row['case']}, on a CPU with AMX",
+    )
+    return f"{on_zen}\n{with_amx}"
 
 
 def scratch() -> str:
@@ -612,7 +619,9 @@ def _alone() -> str:
             f"{_ratio(ratio_of['muonfx', case])} for {case.replace('^2', '²').replace('x', '×')}"
         )
     names = [
-        row["candidate"] for row in found["rows"] if row["default"] and row["candidate"] != BASELINE
+        row["candidate"]
+        for row in found["rows"]
+        if row["default"] and not row["candidate"].startswith(BASELINE)  # nor its second timing
     ]
     peers: list[str] = []
     for name in dict.fromkeys(names):
@@ -625,8 +634,18 @@ def _alone() -> str:
     return (
         f"**In one process, a step takes {around} of the time of {BASELINE}** and computes the same update: "
         f"{'; '.join(ours)}, with the 10th and 90th percentiles in brackets. Other packages, with their defaults: "
-        f"{', '.join(peers)}. See [the optimizer step](#the-optimizer-step)."
+        f"{', '.join(peers)}.{_with_amx(cases)} See [the optimizer step](#the-optimizer-step)."
     )
+
+
+def _with_amx(cases: list[str]) -> str:
+    """Return the sentence on the same step on a CPU with AMX, for the same sets of matrices."""
+    found = load("step_speed_amx")
+    if found is None:
+        return ""
+    ratio_of = {(row["candidate"], row["case"]): row["ratio"]["median"] for row in found["rows"]}
+    ratios = [f"{ratio_of['muonfx', case]:.2f}" for case in cases]
+    return f" On two cores with AMX, the ratios are {' and '.join(ratios)}."
 
 
 def _slower() -> str:
