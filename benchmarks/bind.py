@@ -125,10 +125,8 @@ def megabytes() -> float:
 
 def bind(case: dict[str, Any]) -> dict[str, Any]:
     """Bind one case in this process, which must not have a process group."""
-    size, rank = (
-        prod(case["mesh"]),
-        0,
-    )  # rank 0 owns one of the largest matrices, so it has the most to prepare
+    # Rank 0 owns one of the largest matrices, so it has the most to prepare.
+    size, rank = prod(case["mesh"]), 0
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     if case["layout"] == "from_dtensors":
         params = dtensors(case)

@@ -58,9 +58,8 @@ def study_task() -> mfx.studies.Task:
         inputs, targets = batch
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    (validation,) = corpus().validation_batches(
-        1, 512, TASK.context
-    )  # the windows that `train` reads
+    # The windows that `train` reads.
+    (validation,) = corpus().validation_batches(1, 512, TASK.context)
     return mfx.studies.Task.of_module(make_model, batch, loss, validation)
 
 

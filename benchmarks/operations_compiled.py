@@ -180,9 +180,8 @@ def without_device() -> Iterator[None]:
         "torch.cuda.get_rng_state": lambda *_: random_state,
         "torch.cuda.set_rng_state": lambda *_: None,
         "torch.cuda._lazy_init": lambda: None,
-        "torch._inductor.scheduler.has_triton": lambda: (
-            True
-        ),  # it remembers that an earlier call found no device
+        # It remembers that an earlier call found no device.
+        "torch._inductor.scheduler.has_triton": lambda: True,
         "torch._inductor.compile_fx._recursive_joint_graph_passes": lambda graph, *_, **__: graph,
         "torch._inductor.fx_passes.post_grad.lazy_init": lambda *_, **__: None,
     }
@@ -213,9 +212,8 @@ def scheduled(step: Step) -> list[Kernel]:
             graph.run(*fake_inputs)
             graph._update_scheduler()
             for node in graph.scheduler.nodes:
-                if not isinstance(
-                    node.node, MultiOutput
-                ):  # the result of the node before it, which has no kernel
+                # The result of the node before it, which has no kernel.
+                if not isinstance(node.node, MultiOutput):
                     kernels.append(kernel_of(node))
         return lambda *_: [None] * len(graph.graph_outputs)
 

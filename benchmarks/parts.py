@@ -42,9 +42,8 @@ from benchmarks.quality import matrix
 from benchmarks.step import BASELINE, SETS, Shape, about, stepper
 from muonfx import polar
 
-os.environ.setdefault(
-    "KINETO_LOG_LEVEL", "7"
-)  # silences the profiler, which otherwise prints two lines per step
+# Silences the profiler, which otherwise prints two lines per step.
+os.environ.setdefault("KINETO_LOG_LEVEL", "7")
 
 PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1}
 """Operators that multiply matrices, and the position of the first factor among their tensors."""
@@ -379,9 +378,8 @@ def speed(
     cost, before = event_cost(), measure_peaks()
     rows: list[dict[str, Any]] = []
     for case, shapes in sets.items():
-        with inductor.patch(
-            {"cpp.enable_kernel_profile": True}
-        ):  # makes fused kernels visible to the profiler
+        # Makes fused kernels visible to the profiler.
+        with inductor.patch({"cpp.enable_kernel_profile": True}):
             rows += _case(case, shapes, rounds, compiled, seconds, cost)
     after = measure_peaks()
     peak = Peaks(

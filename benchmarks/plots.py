@@ -283,9 +283,8 @@ def _bar_chart(axes: Axes, title: str, rows: Sequence[tuple[str, dict[str, Any]]
         )
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=9.5, color=GREY)
     axes.invert_yaxis()
-    axes.set_xlim(
-        0, 1.3 * max(row["milliseconds"]["p90"] for _, row in rows)
-    )  # space for the labels
+    # Space for the labels.
+    axes.set_xlim(0, 1.3 * max(row["milliseconds"]["p90"] for _, row in rows))
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=GREY)
     axes.set_xlabel("milliseconds", color=GREY)
     axes.tick_params(axis="x", colors=GREY, length=3)
@@ -346,9 +345,8 @@ def _bars(axes: Axes, case: str, rows: Sequence[dict[str, Any]]) -> None:
     for tick, name in zip(axes.get_yticklabels(), names, strict=True):
         tick.set_fontweight("bold" if name.startswith("muonfx") else "normal")
     axes.invert_yaxis()
-    axes.set_xlim(
-        0, 1.42 * max(sum(segments(row)) for row in rows)
-    )  # space for the labels of the bars
+    # Space for the labels of the bars.
+    axes.set_xlim(0, 1.42 * max(sum(segments(row)) for row in rows))
     axes.set_title(case.replace("^2", "²").replace("x", "×"), loc="left", fontsize=10.5, color=GREY)
     axes.tick_params(axis="x", colors=GREY, length=3)
     axes.tick_params(axis="y", colors=GREY, length=0)

@@ -111,9 +111,8 @@ def quality(shapes: Sequence[Shape] = SHAPES, *, compiled: bool = True) -> list[
             )
             x = x if len(shape) > 2 else x[0]
             first = x[0] if x.ndim > 2 else x
-            exact = cache(
-                partial(plain, first, torch.float64)
-            )  # one result per name of coefficients
+            # One result per name of coefficients.
+            exact = cache(partial(plain, first, torch.float64))
             for one in candidates(shape, compiled):
                 found = one.call(x)
                 found = found[0] if x.ndim > 2 else found

@@ -45,9 +45,8 @@ import muonfx as mfx
 from benchmarks.digits import Digits, ViT
 from benchmarks.measure import RESULTS, machine
 
-sys.path.insert(
-    0, str(Path(__file__).parents[1] / "examples")
-)  # the examples are scripts, not a package
+# The examples are scripts, not a package.
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from gpt import GPT
 from text import Corpus, is_validation, read_corpus

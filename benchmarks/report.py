@@ -342,9 +342,8 @@ def sharding() -> str:
         rows_of.setdefault((row["case"], row["processes"]), []).append(row)
     cases = list(dict.fromkeys(case for case, _ in rows_of))
     sections: list[str] = []
-    for case, processes in sorted(
-        rows_of, key=lambda key: cases.index(key[0])
-    ):  # all processes of a case together
+    # All processes of a case together.
+    for case, processes in sorted(rows_of, key=lambda key: cases.index(key[0])):
         what = "the optimizer step" if case == "FSDP2" else "an iteration"
         lines = [_sharding_line(row) for row in rows_of[case, processes]]
         head = ["", "ms", "time / first row", "sent per rank", "matrices orthogonalized", "error"]

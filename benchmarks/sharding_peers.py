@@ -258,9 +258,8 @@ class Matrices:
         """Return a function that also counts the matrices in its first argument, a tensor or a list of tensors."""
 
         def counting(*args: Any, **kwargs: Any) -> Any:
-            x = next(
-                arg for arg in args if isinstance(arg, Tensor | list)
-            )  # skips `self` of a method
+            # Skips `self` of a method.
+            x = next(arg for arg in args if isinstance(arg, Tensor | list))
             self.number += sum(
                 prod(one.shape[:-2]) for one in ([x] if isinstance(x, Tensor) else x)
             )

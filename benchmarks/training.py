@@ -28,9 +28,8 @@ from torch.nn import functional as F
 import muonfx as mfx
 from benchmarks.measure import RESULTS, machine
 
-sys.path.insert(
-    0, str(Path(__file__).parents[1] / "examples")
-)  # the examples are scripts, not a package
+# The examples are scripts, not a package.
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from baseline import TorchMuon
 from gpt import GPT

@@ -29,9 +29,8 @@ from benchmarks import report
 from benchmarks.measure import RESULTS, machine
 from benchmarks.plots import ASSETS, GREY, pyplot
 
-sys.path.insert(
-    0, str(Path(__file__).parents[1] / "examples")
-)  # the examples are scripts, not a package
+# The examples are scripts, not a package.
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from gpt import GPT
 from text import Corpus, read_corpus

@@ -152,17 +152,11 @@ def _must_send(name: str, args: Sequence[Any]) -> float:
         return _nbytes([one for to, one in enumerate(args[1]) if to != rank])
     if name in ("allreduce", "allreduce_coalesced"):
         return 2 * _nbytes(args[0]) * others
-    if name in (
-        "allgather_base",
-        "allgather_into_tensor_coalesced",
-        "allgather",
-    ):  # (outputs, inputs)
+    # (outputs, inputs)
+    if name in ("allgather_base", "allgather_into_tensor_coalesced", "allgather"):
         return _nbytes(args[1]) * (size - 1)
-    if name in (
-        "reduce_scatter_base",
-        "reduce_scatter_tensor_coalesced",
-        "reduce_scatter",
-    ):  # (outputs, inputs)
+    # (outputs, inputs)
+    if name in ("reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter"):
         return _nbytes(args[1]) * others
     if name == "broadcast":  # (tensors, group, root)
         return _nbytes(args[0]) * (size - 1) if rank == args[2] else 0.0

@@ -41,7 +41,8 @@ myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"
 myst_heading_anchors = 4
 myst_dmath_double_inline = True
 nb_execution_mode = "off"  # what is committed is shown; `make notebooks` executes
-nb_ipywidgets_js = {}  # sliders would be drawn by scripts from elsewhere; notebooks show a static picture beside them
+# Sliders would be drawn by scripts from elsewhere; notebooks show a static picture beside them.
+nb_ipywidgets_js = {}
 
 # ---------------------------------------------------------------------------------------------------------- docstrings
 

@@ -188,9 +188,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl"
-        )  # with gloo, the host does not wait for the GPU in a step
+        # With gloo, the host does not wait for the GPU in a step.
+        dist.init_process_group("cpu:gloo,cuda:nccl")
     else:
         dist.init_process_group("gloo")
     train(arguments.folder, arguments.steps)

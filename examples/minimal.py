@@ -74,9 +74,8 @@ def main(
     train, held_out = text.tensor_split([len(text) * 9 // 10])  # the last tenth is for validation
     model = GPT(width, heads=4, depth=depth, context=context)
     params = {name: param.detach() for name, param in model.named_parameters()}
-    labels = mfx.default_labels(
-        model
-    )  # "muon" for the hidden matrices, "adamw" for embeddings, head, norms
+    # "muon" for the hidden matrices, "adamw" for embeddings, head, norms
+    labels = mfx.default_labels(model)
     print(mfx.describe(labels, model), "\n")
 
     def loss_of(params: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:

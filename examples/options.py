@@ -203,9 +203,8 @@ def machine_memory() -> int:
         if hasattr(os, "sysconf")
         else 2**62
     )
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # no container, or a container without a limit ("max")
+    # No container, or a container without a limit ("max")
+    with contextlib.suppress(OSError, ValueError):
         have = min(have, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return have
 

@@ -59,9 +59,8 @@ def plot_run(metrics: Mapping[str, Any], path: Path) -> None:
     axes.set_title(f"{NAMES[config['optimizer']]}, {parameters}: {final}", fontsize=10.5)
     _dress(axes, "step")
     if len(losses) > 100:
-        axes.set_ylim(
-            min(losses) - 0.1, 3.2
-        )  # cut off the first steps, where the loss starts at log 256
+        # Cut off the first steps, where the loss starts at log 256.
+        axes.set_ylim(min(losses) - 0.1, 3.2)
     _label_ends(axes, len(losses), ends)
     figure.savefig(path, dpi=130)
     plt.close(figure)

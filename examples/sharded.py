@@ -192,9 +192,8 @@ class FSDP2(OneProcess):
         self.model = model.to(dtype)
         self.shard(model)
         self.layout: sharding.Layout = sharding.from_dtensors(dict(model.named_parameters()))
-        self.params = {
-            name: p.detach() for name, p in model.named_parameters()
-        }  # views of the model's parameters
+        # Views of the model's parameters.
+        self.params = {name: p.detach() for name, p in model.named_parameters()}
 
     def shard(self, model: GPT) -> None:
         """Replace the model's parameters with DTensors."""

@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from muonfx import testing as testing
     from muonfx.checkpoint import spec as spec
     from muonfx.inspect.diagnose import Diagnosis as Diagnosis
-    from muonfx.inspect.diagnose import (
-        diagnose as diagnose,
-    )  # mypy takes `muonfx.inspect.diagnose` for the module
+
+    # Mypy takes `muonfx.inspect.diagnose` for the module.
+    from muonfx.inspect.diagnose import diagnose as diagnose
     from muonfx.inspect.summary import Summary as Summary
     from muonfx.inspect.summary import summary as summary
     from muonfx.optimizer import Muon as Muon

@@ -46,9 +46,8 @@ def check_not_negative(argument: str, value: object) -> None:
 
     The transforms check their numbers too, but under their own names: ``adamw_lr`` is "learning_rate" there.
     """
-    if isinstance(
-        value, Mapping
-    ):  # {"embedding": 0.3}: the name in an error is "adamw_lr['embedding']"
+    # {"embedding": 0.3}: the name in an error is "adamw_lr['embedding']"
+    if isinstance(value, Mapping):
         for role, number in value.items():
             check_not_negative(f"{argument}[{role!r}]", number)
     elif isinstance(value, int | float):  # schedules and tensors are left to the transforms
@@ -70,9 +69,8 @@ def with_views(tx: Transform, labels: Labels) -> Transform:
     """
     if not labels.views:  # every parameter is one matrix, stored as (out, in)
         return tx
-    tx = tx.with_children(
-        [with_views(part, labels) for part in tx.children]
-    )  # the members of a chain
+    # The members of a chain.
+    tx = tx.with_children([with_views(part, labels) for part in tx.children])
     view = tx.arguments.get("view")
     if not isinstance(view, MatrixView):  # it takes none
         return tx
@@ -285,9 +283,8 @@ def _used_labels(labels: object) -> set[str]:
         return {"muon", "adamw"}
     if not isinstance(labels, Mapping):  # a function, or a tree that is no dict
         return set()
-    used_labels = [
-        label for label in labels.values() if label is not None
-    ]  # None: the parameter is not updated
+    # None: the parameter is not updated.
+    used_labels = [label for label in labels.values() if label is not None]
     if not all(isinstance(label, str) for label in used_labels):  # a tree of labels
         return set()
     return set(used_labels)

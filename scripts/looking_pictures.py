@@ -49,9 +49,8 @@ def pictures() -> dict[str, Axes]:
         matrix, mfx.polar.orthogonalize(matrix, dtype=torch.float32)
     )
 
-    fp32 = mfx.orthogonalize(
-        dtype=torch.float32
-    )  # with "auto", the plan would depend on the machine
+    # With "auto", the plan would depend on the machine.
+    fp32 = mfx.orthogonalize(dtype=torch.float32)
     muon = mfx.muon_with_adamw(0.02, 0.003, orthogonalize=fp32, labels=labels)
     tx = mfx.chain(
         mfx.monitor("gradients", ("rms",), by_leaf=True),

@@ -100,9 +100,8 @@ def _plain(value: Any) -> Any:
 
 
 def _import(path: str, stubs: tuple[str, ...] = ()) -> Any:
-    importlib.import_module(
-        "torch._dynamo"
-    )  # it inspects imported modules and fails on stubs, so it comes first
+    # It inspects imported modules and fails on stubs, so it comes first.
+    importlib.import_module("torch._dynamo")
     for name in stubs:
         sys.modules.setdefault(name, MagicMock())
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)

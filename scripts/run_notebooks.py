@@ -59,9 +59,8 @@ def execute(path: Path, *, limit: float = LIMIT, write: bool = False) -> Result:
     before = [text_of(cell) for cell in notebook.cells]
     client = NotebookClient(
         notebook,
-        timeout_func=lambda cell: max(
-            1, round(start + limit - time.monotonic())
-        ),  # time left for this cell
+        # Time left for this cell.
+        timeout_func=lambda cell: max(1, round(start + limit - time.monotonic())),
         kernel_name="python3",
         coalesce_streams=True,  # the split of output into messages is random
         resources={"metadata": {"path": str(path.resolve().parent)}},

@@ -18,9 +18,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
-            if item.get_closest_marker(
-                "gpu"
-            ):  # `keywords` also has the names of folders around the checkout
+            # `keywords` also has the names of folders around the checkout
+            if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     if os.environ.get("MUONFX_HYPOTHESIS_PROFILE") != "deep":
         deep = [item for item in items if item.get_closest_marker("deep")]

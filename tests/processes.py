@@ -316,6 +316,5 @@ def _serve(rank: int, world: int, timeout: float, store: str, inbox: Any, outbox
     dist.destroy_process_group()
     outbox.close()
     outbox.join_thread()
-    os._exit(
-        0
-    )  # threads of torch may abort the process while the interpreter exits, or delay it by seconds
+    # Threads of torch may abort the process while the interpreter exits, or delay it by seconds.
+    os._exit(0)

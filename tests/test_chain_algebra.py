@@ -19,9 +19,8 @@ from tests.public import NAMES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
-    pytest.mark.filterwarnings(
-        "ignore:chain. .*learning rate"
-    ),  # drawn chains make no sense, and obey the laws
+    # Drawn chains make no sense, and obey the laws.
+    pytest.mark.filterwarnings("ignore:chain. .*learning rate"),
 ]
 
 examples = kit.params_and_grads()

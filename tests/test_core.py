@@ -412,10 +412,8 @@ def test_differentiating_through_steps_is_not_warned_of():
     tx = mfx.as_tensors(mfx.chain(mfx.momentum(0.5), mfx.add_decayed_weights(0.1), mfx.scale(-0.1)))
     tx = mfx.tree.map(lambda number: number.requires_grad_(), tx)
     start = {"w": torch.zeros(3, requires_grad=True)}
-    for create_graph in (
-        True,
-        False,
-    ):  # with the gradients as functions of the parameters, and as constants
+    # With the gradients as functions of the parameters, and as constants.
+    for create_graph in (True, False):
         params, state = start, tx.init(start)
         for _ in range(3):
             loss = (params["w"] - 1.0).square().sum()
@@ -515,9 +513,8 @@ def test_an_order_that_is_hardly_meant_is_warned_of_at_the_callers_line(members,
 
 def test_orders_that_are_a_matter_of_choice_are_not_warned_of():
     shaped = mfx.orthogonalize(dtype=torch.float32)
-    mfx.chain(
-        DECAY, mfx.momentum(), shaped, LEARNING_RATE
-    )  # decay that is orthogonalized with the gradient
+    # Decay that is orthogonalized with the gradient.
+    mfx.chain(DECAY, mfx.momentum(), shaped, LEARNING_RATE)
     mfx.chain(shaped, mfx.momentum(), LEARNING_RATE)
     mfx.chain(mfx.adamw(0.1), mfx.clip_by_global_norm(1.0), mfx.ema_params(), mfx.monitor("steps"))
     mfx.chain(

@@ -133,9 +133,8 @@ def run_page(path: Path, *, alone: bool = False) -> int:
             runner.run(example, clear_globs=False)
             namespace.update(example.globs)
         else:
-            padded = (
-                "\n" * (block.line - 1) + block.text
-            )  # so that a traceback names the page's own line
+            # So that a traceback names the page's own line.
+            padded = "\n" * (block.line - 1) + block.text
             exec(compile(padded, str(path), "exec"), namespace)
     return len(found)
 
@@ -487,9 +486,8 @@ def look_up(package: str, name: str) -> Any:
     return found
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning"
-)  # torch.distributed.optim uses what is deprecated
+# torch.distributed.optim uses what is deprecated
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     "column",
     [

@@ -128,9 +128,8 @@ def test_a_quick_run_learns_and_leaves_its_files(tmp_path: Path, optimizer: str)
     metrics = metrics_of(tmp_path)
     assert metrics["config"]["optimizer"] == optimizer
     assert len(metrics["train_losses"]) == metrics["steps_done"] == metrics["config"]["steps"]
-    assert metrics["train_losses"][0] == pytest.approx(
-        5.545, abs=0.01
-    )  # the head starts at zero: log 256
+    # The head starts at zero: log 256.
+    assert metrics["train_losses"][0] == pytest.approx(5.545, abs=0.01)
     assert [point["step"] for point in metrics["validation"]] == [10, 20, 30, 40]
     assert metrics["final_validation_loss"] == metrics["validation"][-1]["loss"] < 3.3
 

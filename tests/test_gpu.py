@@ -306,9 +306,8 @@ def test_many_small_buckets_give_the_same_bits(home):
 
 
 def test_the_device_holds_two_buckets_of_the_state(home):
-    params = {
-        f"p{i:02}": torch.randn(1 << 20, device="cuda") for i in range(32)
-    }  # 4 MiB each; 256 MiB of state
+    # 4 MiB each; 256 MiB of state
+    params = {f"p{i:02}": torch.randn(1 << 20, device="cuda") for i in range(32)}
     tx = mfx.sharding.offload(mfx.scale_by_adam(), home, bucket_bytes=16 << 20)
     state = tx.init(params)
     grads = {name: torch.randn_like(leaf) for name, leaf in params.items()}

@@ -44,9 +44,8 @@ def test_an_error_comes_back_with_its_trace(world: World):
         assert type(found.error) is ValueError
         assert "none of that" in found.trace
         assert "in fail" in found.trace
-    assert (
-        world.check(2, process) == before
-    )  # an equal error on all ranks leaves nothing incomplete
+    # An equal error on all ranks leaves nothing incomplete.
+    assert world.check(2, process) == before
     with pytest.raises(AssertionError, match="none of that"):
         world.check(2, fail)
 

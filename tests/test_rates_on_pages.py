@@ -175,9 +175,8 @@ def problems_of_call(page: Page, call: ast.Call, place: str) -> list[str]:
         by_name = {keyword.arg: keyword.value for keyword in call.keywords}
         page.trainer_rate = page.number(by_name.get("learning_rate"))
         return Rates(place, page.trainer_rate, None).problems()
-    if (
-        isinstance(call.func, ast.Name) and call.func.id == "arguments"
-    ):  # arguments alone, within a sentence
+    # Arguments alone, within a sentence.
+    if isinstance(call.func, ast.Name) and call.func.id == "arguments":
         arguments = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         matrix_rate = page.number(arguments.get("lr"))
         rest_rate = page.number(arguments.get("adamw_lr"))
@@ -188,9 +187,8 @@ def problems_of_call(page: Page, call: ast.Call, place: str) -> list[str]:
     try:
         arguments = bound(function, call)
     except TypeError as error:
-        if page.in_sentence and "positional" in str(
-            error
-        ):  # ``law(tx, params)`` may describe any function
+        # ``law(tx, params)`` may describe any function
+        if page.in_sentence and "positional" in str(error):
             return []
         return [f"{place}: {ast.unparse(call.func)}: {error}"]
     except ValueError:  # a function without a signature
@@ -328,9 +326,8 @@ def one_rate_for_all_groups(tree: ast.AST, place: str) -> list[str]:
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Subscript):
             continue
         is_rate = ast.unparse(node.targets[0].slice) == "'lr'"
-        if is_rate and "lr']" not in ast.unparse(
-            node.value
-        ):  # neither the group's "lr" nor its "initial_lr"
+        # Neither the group's "lr" nor its "initial_lr".
+        if is_rate and "lr']" not in ast.unparse(node.value):
             problems.append(
                 f"{place}: {ast.unparse(node)} erases the second rate, expected a multiple of the group's own"
             )

@@ -46,10 +46,8 @@ def consumer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: list[str], folder: Path) -> str:
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-    }  # as an installed package: mypy then reports what importers see
+    # As an installed package: mypy then reports what importers see.
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     full = [sys.executable, "-m", *command]
     done = subprocess.run(full, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]

@@ -201,9 +201,8 @@ def balanced_in_buckets(on: Setting) -> Tally:
                 size = matrix.numel * on.dtype.itemsize
                 held[owner] += size
                 work.add(ranks[owner], matrix.shape)
-                sent.add(
-                    ranks, size / pieces, pieces
-                )  # the owner keeps its own shard and sends all others
+                # The owner keeps its own shard and sends all others.
+                sent.add(ranks, size / pieces, pieces)
                 sent.add(ranks[owner], size * (pieces - 2) / pieces, pieces)
             most = max(most, max(held) + sum(held) // pieces)
     largest = max(on.sizes)
@@ -278,9 +277,8 @@ class Work:
 
     def add(self, ranks: int | range, shape: tuple[int, ...], times: int = 1) -> None:
         """Add this number of matrices of a shape to each of the ranks."""
-        if (
-            shape not in self._by_shape
-        ):  # a ledger has an entry for every rank, so it is created once per shape
+        # a ledger has an entry for every rank, so it is created once per shape
+        if shape not in self._by_shape:
             self._by_shape[shape] = Ledger(self._ranks)
         self._by_shape[shape].add(ranks, times)
 

@@ -248,9 +248,8 @@ def make_optimizer(model: nn.Module, steps: int) -> mfx.TransformOptimizer:
     )
     layout = None
     if ranks() > 1:
-        layout = mfx.sharding.replicated(
-            dict(model.named_parameters())
-        )  # divides the orthogonalization
+        # Divides the orthogonalization.
+        layout = mfx.sharding.replicated(dict(model.named_parameters()))
     with warnings.catch_warnings():
         # A step changes the bf16 embedding by less than its rounding, on the track too.
         warnings.filterwarnings("ignore", "weight decay has no effect on 1 of")

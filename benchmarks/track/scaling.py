@@ -187,7 +187,8 @@ def measure_times() -> None:
     record = Record()
     rows: list[dict[str, Any]] = []
     for size, task in SIZES.items():
-        torch.compiler.reset()  # else the shapes of the second model would be compiled as dynamic ones
+        # Else the shapes of the second model would be compiled as dynamic ones.
+        torch.compiler.reset()
         for contender in START_RATES:
             result = train(task, contender, record.settings[contender], TIMED_STEPS, SEEDS[0])
             row = {"size": size, "contender": contender}

@@ -261,9 +261,8 @@ def draw_sizes() -> None:
         for index, (name, color, marker) in enumerate(
             zip(list(NAMES)[1:], mfx.plot.COLORS.values(), "os^D", strict=False)
         ):
-            shift = 1 + 0.012 * (
-                index - 1.5
-            )  # so that the marks of two contenders do not cover each other
+            # So that the marks of two contenders do not cover each other.
+            shift = 1 + 0.012 * (index - 1.5)
             positions = [shift * value for value in parameters]
             means = [by_name[name].mean for by_name in speeds_at]
             errors = [by_name[name].mean * by_name[name].log_error for by_name in speeds_at]

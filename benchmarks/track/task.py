@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-sys.path.insert(
-    0, str(Path(__file__).parents[2] / "examples")
-)  # the examples are scripts, not a package
+# The examples are scripts, not a package.
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from gpt import GPT
 from text import Corpus, read_corpus

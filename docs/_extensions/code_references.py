@@ -173,8 +173,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_transform(LinkNames)
     app.add_transform(CheckMarkup)
     app.connect("missing-reference", _plain_if_unknown)
-    app.connect(
-        "autodoc-process-docstring", _to_restructured, priority=400
-    )  # before napoleon moves the lines
+    # Before napoleon moves the lines.
+    app.connect("autodoc-process-docstring", _to_restructured, priority=400)
     app.connect("source-read", _blank_lines)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

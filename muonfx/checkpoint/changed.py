@@ -317,9 +317,8 @@ def _with_keys_of(groups: list[Group], saved_groups: list[Group]) -> tuple[list[
     group_of = _groups_by_param(groups)
     for saved_group in saved_groups:
         converted = dict(saved_group)
-        converted.pop(
-            CHAINS, None
-        )  # the code of the chain that was saved, which may be another one now
+        # The code of the chain that was saved, which may be another one now.
+        converted.pop(CHAINS, None)
         group = _group_with_params_of(saved_group, group_of)
         new_keys: list[str] = []
         for key, old_key in _old_keys(group, saved_group).items():
@@ -367,9 +366,8 @@ def _old_keys(group: Group, saved_group: Group) -> dict[str, str | None]:
     old_key_of: dict[str, str | None] = {}
     for key in sorted(missing_keys):
         old_keys = [free_key for free_key in free_keys if key.endswith(f".{free_key}")]
-        old_key_of[key] = max(
-            old_keys, key=len, default=None
-        )  # "momentum.decay" has more in common than "decay"
+        # "momentum.decay" has more in common than "decay"
+        old_key_of[key] = max(old_keys, key=len, default=None)
     return old_key_of
 
 
@@ -452,9 +450,8 @@ class ChangedTarget(Target):
         This is so if "trace/w" of a momentum was saved, and "mu/w" and "nu/w" of Adam are requested. ``shapes`` and
         ``stored_shapes`` have the shape of each leaf of ``like`` and of the checkpoint, by name.
         """
-        if (
-            not shapes or self.sources.source_of
-        ):  # nothing is requested, or something is carried over
+        # Nothing is requested, or something is carried over.
+        if not shapes or self.sources.source_of:
             return
         texts = [f"{name!r} {shape}" for name, shape in shapes.items()]
         stored_texts = [f"{name!r} {shape}" for name, shape in stored_shapes.items()] or [
@@ -536,10 +533,8 @@ class ChangedTarget(Target):
         Two parameters were in the transforms "a" and "b", with the counts ``{"a/count": 100, "b/count": 7}``, and now
         both are in "a". No value of "a/count" is right for both.
         """
-        for (
-            name,
-            stored_names,
-        ) in self.sources.equal_counts.items():  # such as "a/count", ["a/count", "b/count"]
+        # Such as "a/count", ["a/count", "b/count"].
+        for name, stored_names in self.sources.equal_counts.items():
             counts = {
                 stored_name: self.compared_counts[stored_name].item()
                 for stored_name in stored_names

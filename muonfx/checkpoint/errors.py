@@ -83,9 +83,8 @@ def mismatch(where: str, problems: Sequence[str], advice: Sequence[str]) -> Mism
         first_of_each_kind(problems)
     )
     if advice:
-        text += "\nwhat to do:\n  " + "\n  ".join(
-            dict.fromkeys(advice)
-        )  # each sentence once, in order
+        # Each sentence once, in order.
+        text += "\nwhat to do:\n  " + "\n  ".join(dict.fromkeys(advice))
     return MismatchError(text, problems)
 
 

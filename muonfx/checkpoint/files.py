@@ -88,10 +88,8 @@ def sync_folder(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # raised by file systems that cannot flush a folder
+        # Raised by file systems that cannot flush a folder.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(handle)
@@ -187,9 +185,8 @@ def open_to_wait(index_path: Path) -> FileIO | None:
     After the rename, the replaced file has no name, and can be locked only if it is already open.
     """
     try:
-        return FileIO(
-            index_path, "r+b"
-        )  # some file systems lock only files that are open for writing
+        # Some file systems lock only files that are open for writing.
+        return FileIO(index_path, "r+b")
     except OSError:
         return None
 
@@ -260,9 +257,8 @@ def _locked_file(path: Path) -> FileIO:
     # that no empty one is left.
     unnamed_file = _unnamed_file(path.parent)
     if unnamed_file is not None:
-        with (
-            ExitStack() as stack
-        ):  # closes the file at the end of the block, unless it got its name
+        # Closes the file at the end of the block, unless it got its name.
+        with ExitStack() as stack:
             stack.enter_context(unnamed_file)
             _lock_and_sign(unnamed_file)
             if _give_name(unnamed_file, path):

@@ -70,9 +70,8 @@ def folder_named(path: StrPath) -> Path:
     Without this check, ``None`` or a name with a zero byte would be an error in the middle of a save, and the empty
     string would be the current folder.
     """
-    if not isinstance(path, str | os.PathLike) or not isinstance(
-        os.fspath(path), str
-    ):  # os.fspath may return bytes
+    # os.fspath may return bytes
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"path must be a str or a path, found {path!r}")
     text = os.fspath(path)
     try:
@@ -148,9 +147,8 @@ def inspect_and_keep(path: Path) -> Generator[Index]:
     Raise `ReplacedError` if a save replaced the checkpoint before its index could be locked.
     """
     with ExitStack() as stack:  # closes the index at the end of the block, which ends the lock
-        with _errors_of_index(
-            path
-        ):  # not around the caller's block, whose errors are of other files
+        # Not around the caller's block, whose errors are of other files.
+        with _errors_of_index(path):
             file = open_regular(path / INDEX)
             stack.callback(close_read, file)
             lock(file, shared=True)  # a save that replaces this index waits until the lock ends
@@ -227,9 +225,8 @@ def _why_no_checkpoint(path: Path) -> str:
     For example "there is no checkpoint at runs/a: no such folder". Other reasons are that the path is a file of
     torch.save, a folder of torch's own storage, or a folder that contains checkpoints.
     """
-    with suppress(
-        OSError, CheckpointError
-    ):  # if the reason cannot be found out, the last message has none
+    # If the reason cannot be found out, the last message has none.
+    with suppress(OSError, CheckpointError):
         if not path.exists():
             return f"there is no checkpoint at {path}: no such folder"
         if not path.is_dir():
@@ -449,9 +446,8 @@ def _remove(path: Path) -> bool:
         return True
     try:
         index = inspect(path)
-        (
-            path / INDEX
-        ).unlink()  # first, so that a partly removed checkpoint is never taken for a whole one
+        # First, so that a partly removed checkpoint is never taken for a whole one.
+        (path / INDEX).unlink()
         for file in index.files:
             (path / file.name).unlink(missing_ok=True)
     except (FileNotFoundError, NotFoundError):  # another process has removed it
@@ -633,9 +629,8 @@ def _leftover_files(
     """
     leftovers: list[Path] = []
     for save_id, names in _names_by_save(folder).items():
-        with (
-            ExitStack() as stack
-        ):  # holds the lock of a dead save, so that no other process removes its files too
+        # Holds the lock of a dead save, so that no other process removes its files too.
+        with ExitStack() as stack:
             if _verdict(folder, save_id, stack) not in verdicts:
                 continue
             try:

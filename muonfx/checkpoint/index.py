@@ -340,9 +340,8 @@ def _file(entry: Any) -> DataFile:
 
     Raise for a name such as "../../etc/passwd": the reader opens only files that a save can have named.
     """
-    file = DataFile(
-        **entry
-    )  # such as {"name": "data-...", "nbytes": 96, "header_nbytes": 80, "header_crc32": "..."}
+    # Such as {"name": "data-...", "nbytes": 96, "header_nbytes": 80, "header_crc32": "..."}.
+    file = DataFile(**entry)
     _require_sizes([file.nbytes, file.header_nbytes])
     if save_id_of(file.name) is None:
         raise ValueError(f"{file.name:.80} is not the name of a data file")
@@ -453,9 +452,8 @@ def to_json(value: Any, name: str) -> Any:
     >>> to_json({"lr": 0.1, "betas": (0.9, 0.95), "best": float("inf")}, "group")
     {'lr': 0.1, 'betas': {'~tuple': [0.9, 0.95]}, 'best': {'~float': 'inf'}}
     """
-    value_type = type(
-        value
-    )  # exactly: an instance of a subclass would be loaded as one of its base class
+    # Exactly: an instance of a subclass would be loaded as one of its base class.
+    value_type = type(value)
     # JSON has these types itself. All others get a tag, the key of an object with one member.
     if value is None or value_type in (bool, int, str):
         return value
@@ -520,9 +518,8 @@ def from_json(written: Any) -> Any:
         return written
     if not any(key.startswith("~") for key in written):  # an ordinary dict, without a tag
         return {key: from_json(value) for key, value in written.items()}
-    ((tag, content),) = (
-        written.items()
-    )  # one member, such as {"~tuple": [1, 2]}; ValueError for more
+    # One member, such as {"~tuple": [1, 2]}; ValueError for more.
+    ((tag, content),) = written.items()
     if tag not in _DECODERS:
         raise ValueError(f"{tag!r} is not a kind of value in a checkpoint")
     decode = _DECODERS[tag]

@@ -94,9 +94,8 @@ def _level_of(key: object) -> str:
         )
     if isinstance(key, int):
         return str(int(key))
-    level = key.replace("~", "~0").replace(
-        "/", "~1"
-    )  # never contains "~2", which can therefore be a mark
+    # Never contains "~2", which can therefore be a mark.
+    level = key.replace("~", "~0").replace("/", "~1")
     reads_as_int = _INTEGER.fullmatch(key) is not None
     if key == "" or reads_as_int:
         return "~2" + level
@@ -192,9 +191,8 @@ def _plain_names_in_dict(upper_levels: str, names: Iterable[str]) -> dict[str, s
     param_of: dict[str, str] = {}
     for name in names:
         param = _key_of(name.rpartition("/")[2])
-        if isinstance(
-            param, str
-        ):  # the parameters of a list have no names: the last level is an index
+        # The parameters of a list have no names: the last level is an index.
+        if isinstance(param, str):
             param_of[name] = param
     plain_param_of = unwrapped(param_of.values())
     plain_name_of: dict[str, str] = {}
@@ -239,15 +237,13 @@ def shards_of(leaf: Any) -> dict[Box, Tensor]:
     shape = tuple(leaf.shape)
     if not is_sharded(leaf):  # a plain tensor
         return {whole_box(shape): leaf.detach()}
-    if (
-        is_dtensor(leaf) and leaf.device_mesh.get_coordinate() is None
-    ):  # this rank is not in the leaf's mesh
+    # This rank is not in the leaf's mesh.
+    if is_dtensor(leaf) and leaf.device_mesh.get_coordinate() is None:
         return {}
     if 0 in shape:  # one empty part, so that the checkpoint has the leaf at all
         return {whole_box(shape): torch.empty(shape, dtype=leaf.dtype)}
-    if isinstance(
-        leaf, FlatShard
-    ):  # an interval of the flattened tensor: parts of rows at its ends, and whole rows
+    # An interval of the flattened tensor: parts of rows at its ends, and whole rows.
+    if isinstance(leaf, FlatShard):
         shards = {box: leaf.values_in(box) for box in leaf.boxes}
     else:
         shards = _shards_by_protocol(leaf)
@@ -291,9 +287,8 @@ def _ranks_without_replicas(leaf: Any) -> int:
         return 0
     mesh = leaf.device_mesh
     for dim, placement in enumerate(leaf.placements):
-        if (
-            mesh.size(dim) > 1 and not placement.is_shard()
-        ):  # the ranks along this dim hold equal values
+        # The ranks along this dim hold equal values.
+        if mesh.size(dim) > 1 and not placement.is_shard():
             return 0
     return mesh.size()
 
@@ -316,9 +311,8 @@ def _shards_by_protocol(leaf: Any) -> dict[Box, Tensor]:
 
 def problem_of_boxes(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     """Return None if boxes contain each element of a leaf once, else the reason why they do not."""
-    if len(boxes) == 1 and boxes[0] == whole_box(
-        shape
-    ):  # most leaves are in one piece, and this takes less time
+    # Most leaves are in one piece, and this takes less time.
+    if len(boxes) == 1 and boxes[0] == whole_box(shape):
         return None
     return cover(shape, boxes)
 
@@ -468,8 +462,7 @@ def spec(tx: Transform, params: PyTree) -> StateSpec:
         lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), params
     )
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # labels without a parameter are reported when the state itself is made
+        # Labels without a parameter are reported when the state itself is made.
+        warnings.simplefilter("ignore")
         state = without_stand_ins(tx).init(meta)
     return spec_of_named(named_tensors(state), state, tx)

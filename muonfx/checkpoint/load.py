@@ -400,9 +400,8 @@ def load_checkpoint(path: StrPath, request: LoadRequest, group: ProcessGroup | N
         ranks = Together(group, path, f"the load of {path}")  # without a group, one process
         if group is not None:
             wait_for_save()  # a save in the background may use the same group
-        ranks.meet(
-            "checkpoint.load"
-        )  # a rank that does not call `load` is an error here, not an endless wait later
+        # a rank that does not call `load` is an error here, not an endless wait later
+        ranks.meet("checkpoint.load")
         # Attempts 0, 1, 2, ...: a save may replace the checkpoint while it is read.
         return retried(path, lambda attempt: _load_once(path, request, ranks, attempt))
     except LostRanksError as error:
@@ -428,9 +427,8 @@ def _load_once(path: StrPath, request: LoadRequest, ranks: Together, attempt: in
                 index = index_lock.enter_context(inspect_and_keep(folder))
             index = target.translated(index)
             leaves, destinations = target.allocate(index)  # raises if the checkpoint does not fit
-            with replacement(
-                folder, index
-            ):  # a file is missing if a save has replaced the checkpoint
+            # a file is missing if a save has replaced the checkpoint
+            with replacement(folder, index):
                 reader = open_files.enter_context(DataReader(folder, index))
                 transfers = reader.transfers_to(destinations)
                 reader.check_files({transfer.chunk.file for transfer in transfers})
@@ -530,9 +528,8 @@ class Target:
         chain = None if request.section == PARAMS else tx  # parameters do not depend on the chain
         expected = spec_of_named(named, like, chain)
         leaves = {name: leaf for name, leaf in named.items() if leaf is not None}
-        if (
-            is_alone
-        ):  # without a group, nothing makes sure that the other ranks read the same checkpoint
+        # Without a group, nothing makes sure that the other ranks read the same checkpoint.
+        if is_alone:
             for name, leaf in leaves.items():
                 require_whole(
                     name, leaf, "pass group=, such as group=torch.distributed.group.WORLD"
@@ -595,9 +592,8 @@ class Target:
                     leaves[name] = self._copy(name, leaf)
                 continue
             stored_name, _, spec = saved[name]
-            if (
-                tuple(leaf.shape) != spec.shape
-            ):  # a parameter of a changed run may have more rows now
+            # a parameter of a changed run may have more rows now
+            if tuple(leaf.shape) != spec.shape:
                 leaves[name] = self._copy(name, leaf)
                 destinations[stored_name] = leaves[name][: spec.shape[0]]
                 continue
@@ -614,17 +610,15 @@ class Target:
         """
         # One saved step count may have been read for two leaves, which must not change together.
         result = self.expected.unflatten(_separated(leaves))
-        if (
-            self.local_tx is not None
-        ):  # the caller has passed plain tensors, the parts on this rank, and gets such
+        # The caller has passed plain tensors, the parts on this rank, and gets such.
+        if self.local_tx is not None:
             result = _as_local(self.local_tx, result, self.request.section)
         return result
 
     def _require_same_scheduler(self, index: Index) -> None:
         """Raise if the checkpoint has the state of a scheduler of another class, such as StepLR, not LambdaLR."""
-        saved_scheduler = index.objects.get(
-            SCHEDULER
-        )  # such as {"class": "StepLR", "state": {...}}
+        # Such as {"class": "StepLR", "state": {...}}.
+        saved_scheduler = index.objects.get(SCHEDULER)
         if self.request.scheduler is None or saved_scheduler is None:
             return  # nothing to compare; `match` reports one that is missing
         class_name = type(self.request.scheduler).__name__
@@ -687,13 +681,13 @@ class Target:
 
         For a meta tensor of shape (2, 3) in bfloat16, the result is a (2, 3) tensor in bfloat16 on the CPU.
         """
-        if not isinstance(
-            leaf, Tensor | Spec
-        ):  # a part of a tensor on this rank, such as a `FlatShard`
+        # a part of a tensor on this rank, such as a `FlatShard`
+        if not isinstance(leaf, Tensor | Spec):
             return leaf.empty_like()
         device = self.request.device
         if device is None:
-            device = "cpu"  # a spec has no device, and a meta tensor no memory into which values could be read
+            # a spec has no device, and a meta tensor no memory into which values could be read
+            device = "cpu"
             if isinstance(leaf, Tensor) and not leaf.is_meta:
                 device = leaf.device
         if isinstance(leaf, Tensor):  # with its strides, also of a DTensor
@@ -727,9 +721,8 @@ def _differs_only_by_names(index: Index, expected: StateSpec, rename: Rename) ->
     The labels of a chain have the names of parameters: ``{"fc.weight": "muon"}`` in the checkpoint may be
     ``{"net.fc.weight": "muon"}`` here, with ``rename={"*/fc.*": "*/net.fc.*"}``.
     """
-    if (
-        index.fingerprint is None or expected.transform is None
-    ):  # saved or loaded without a transform
+    # Saved or loaded without a transform.
+    if index.fingerprint is None or expected.transform is None:
         return False
     if index.fingerprint == expected.fingerprint:
         return False
@@ -787,9 +780,8 @@ def _as_global(tx: Sharded, like: PyTree, section: str) -> PyTree:
     Under a sharded transform, "w" may be a plain tensor with 4 of 8 rows. It becomes a shard that has the global shape
     and the position of these rows.
     """
-    if (
-        section == PARAMS
-    ):  # the layout of the transform defines which part of a parameter each rank holds
+    # The layout of the transform defines which part of a parameter each rank holds.
+    if section == PARAMS:
         return tx.layout.to_global(like)
     return to_global(tx, like)
 

@@ -285,9 +285,8 @@ def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -
     >>> _leaves_to_match({"mu/a": (2,), "mu/b": (2,), "nu/b": (2,)}, {"mu/a": (2,)}, allowed=["mu"])
     {'mu/a': (2,), 'nu/b': (2,)}
     """
-    patterns = [
-        pattern for pattern in allowed if pattern != "*"
-    ]  # states that "*" matches may have moved, too
+    # States that "*" matches may have moved, too.
+    patterns = [pattern for pattern in allowed if pattern != "*"]
     to_match: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if name in partners or not matches_any(patterns, name):
@@ -401,9 +400,8 @@ class _Comparison:
             self.advice.append(ADVICE_ON_RENAMING)
         self.compare_chains()
         self.check_patterns(all_names)
-        if self.are_params(
-            missing
-        ):  # parameters in place of a state: no other chain, pattern or renaming helps
+        # Parameters in place of a state: no other chain, pattern or renaming helps.
+        if self.are_params(missing):
             self.advice.clear()
         # 2. The leaves.
         self.compare_names(missing, extra)
@@ -456,9 +454,8 @@ class _Comparison:
         }
         for argument, patterns in arguments.items():
             for pattern in patterns:
-                is_for_all = (
-                    pattern == "*"
-                )  # from True, which allows all leaves and need not match one
+                # From True, which allows all leaves and need not match one.
+                is_for_all = pattern == "*"
                 if not is_for_all and not any(matches(pattern, name) for name in names):
                     self.problems.append(_useless_pattern(argument, pattern, names))
 
@@ -477,9 +474,8 @@ class _Comparison:
             )
         for name in extra:
             self.problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
-        if self.are_params(
-            missing
-        ):  # the caller has passed parameters as `like`, in place of a state
+        # The caller has passed parameters as `like`, in place of a state.
+        if self.are_params(missing):
             self.advice.append(
                 "to load parameters: load_params(path, like); to load a state: like=tx.init(params)"
             )
@@ -494,18 +490,16 @@ class _Comparison:
 
         For example ["to ignore leaves of the checkpoint: allow_extra=['adamw/mu']"].
         """
-        model_section = self.section_of_model(
-            missing
-        )  # such as "model", if the checkpoint has "model/w"
+        # Such as "model", if the checkpoint has "model/w".
+        model_section = self.section_of_model(missing)
         if model_section is not None:
             renaming = {model_section: PARAMS}
             return [
                 f"the checkpoint has these parameters as dcp.save writes a model: rename={renaming}"
             ]
         advice: list[str] = []
-        if (
-            missing and extra and not self.moved
-        ):  # each side has a name that the other lacks: perhaps one leaf
+        # Each side has a name that the other lacks: perhaps one leaf.
+        if missing and extra and not self.moved:
             advice.append(self.advice_to_rename(missing, extra))
         if missing:
             patterns = shortest_levels(missing, self.expected)
@@ -544,9 +538,8 @@ class _Comparison:
         "rename={'trace/*': 'trace/model.*'}". If the names do not differ by one prefix, it describes the argument.
         """
         argument = "{name in the checkpoint: name in `like`}"
-        if (
-            not self.rules.rename
-        ):  # a caller who renames leaves already has names that one prefix does not explain
+        # a caller who renames leaves already has names that one prefix does not explain
+        if not self.rules.rename:
             renaming = prefix_renaming(extra, missing)
             if renaming:
                 argument = repr(renaming)

@@ -125,9 +125,8 @@ def _transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
             if chunk.box == box:  # the usual case, in which no boxes need be computed
                 transfers.append(Transfer(name, chunk, box, values))
                 continue
-            overlap = intersection(
-                box, chunk.box
-            )  # the rows 2 and 3 in the example, in the coordinates of the leaf
+            # The rows 2 and 3 in the example, in the coordinates of the leaf.
+            overlap = intersection(box, chunk.box)
             if overlap is not None:
                 destination = _relative(overlap, box).of(values)  # a view of the shard
                 transfers.append(Transfer(name, chunk, overlap, destination))

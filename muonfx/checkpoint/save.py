@@ -234,9 +234,8 @@ def save_async(
             raise
         # The other ranks wait for this one in their background threads.
         where = _path_in_errors(path)
-        without_frames = error.with_traceback(
-            None
-        )  # its frames would keep the state alive until the next save
+        # Its frames would keep the state alive until the next save.
+        without_frames = error.with_traceback(None)
         return start(where, partial(raise_on_all_ranks, without_frames, where, group))
     return start(request.path, partial(write_checkpoint, replace(request, leaves=copies)))
 

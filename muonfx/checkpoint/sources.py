@@ -42,9 +42,8 @@ def find_sources(expected: Shapes, stored: Shapes) -> Sources:
     stored_states_of = states_by_parameter(stored)
     source_of: dict[str, str] = {}
     transforms: set[str] = set()  # those with parameters
-    pairs: dict[
-        tuple[str, str], None
-    ] = {}  # a transform, and the one in the checkpoint from which it has states
+    # a transform, and the one in the checkpoint from which it has states
+    pairs: dict[tuple[str, str], None] = {}
     # The leaves of parameters: all variables of a parameter in a transform, such as "mu" and "nu", go together.
     for parameter, states in states_by_parameter(expected).items():
         transforms.update(states)
@@ -61,9 +60,8 @@ def find_sources(expected: Shapes, stored: Shapes) -> Sources:
         counts = _sources_of_scalar(name, transforms, pairs, stored)
         if counts:
             source_of[name] = counts[0]
-        if (
-            len(counts) > 1
-        ):  # the first is right only if all have one value, which the caller checks
+        # The first is right only if all have one value, which the caller checks.
+        if len(counts) > 1:
             equal_counts[name] = counts
     return Sources(source_of, equal_counts)
 
@@ -117,9 +115,8 @@ def _stored_transforms(states: States, stored_states: States) -> dict[str, str]:
     free_states = {
         name: shapes for name, shapes in stored_states.items() if name not in stored_transform_of
     }
-    moved_to: dict[
-        str, list[str]
-    ] = {}  # by the transform in the checkpoint: those that may have its state now
+    # By the transform in the checkpoint: those that may have its state now.
+    moved_to: dict[str, list[str]] = {}
     for transform, shapes in states.items():
         if transform in stored_transform_of:
             continue
@@ -233,9 +230,8 @@ def _counts_of_parameters(name: str, pairs: Iterable[tuple[str, str]]) -> list[s
     for inner, stored_inner in sorted(pairs, key=_has_moved):
         stored_transform = _stored_transform(transform, inner, stored_inner)
         if stored_transform is not None:
-            count = f"{stored_transform}/{variable}".removeprefix(
-                "/"
-            )  # "" is the outermost transform
+            # "" is the outermost transform
+            count = f"{stored_transform}/{variable}".removeprefix("/")
             counts[count] = None
     return list(counts)
 

@@ -197,9 +197,8 @@ def _renamed_leaves(
     if not state:  # an optimizer before its first step
         return {}
     keys_of_all = set.intersection(*map(set, state.values()))  # such as the key of a step count
-    plain_name_of = unwrapped(
-        state
-    )  # names to load have no prefixes of wrappers, such as "_orig_mod."
+    # Names to load have no prefixes of wrappers, such as "_orig_mod.".
+    plain_name_of = unwrapped(state)
     name_to_load = _names_by_key(names, plain_name_of.values())
     new_leaves: dict[str, Leaf] = {}
     for param_name, entries in state.items():
@@ -212,9 +211,8 @@ def _renamed_leaves(
                 name = name_to_load.get((key, None))
             # 2. Another leaf, whose key is divided at each dot, although the dot may be in a label.
             if name is None:
-                is_step_count = (
-                    key in keys_of_all and leaf.spec.shape == ()
-                )  # stored for each parameter, one leaf here
+                # Stored for each parameter, one leaf here.
+                is_step_count = key in keys_of_all and leaf.spec.shape == ()
                 name = _name_by_levels(key, None if is_step_count else param_name)
             new_leaves[name] = leaf
     return new_leaves

@@ -300,7 +300,8 @@ class Writer(_InFolder, StorageWriter):
             )
             with draft.write_errors():
                 draft.commit(index)
-        self._draft = None  # the checkpoint is complete: its files must not be removed, whatever fails from here on
+        # The checkpoint is complete: its files must not be removed, whatever fails from here on.
+        self._draft = None
         draft.tidy(self._request.keep)
 
 
@@ -395,9 +396,8 @@ def _merged_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, A
 
     ``objects_by_rank`` has a dict from name to JSON for each rank, such as ``{"steps": 7}``.
     """
-    first_holder: dict[
-        str, tuple[int, Any]
-    ] = {}  # the first rank that has a value of this name, and its value
+    # The first rank that has a value of this name, and its value.
+    first_holder: dict[str, tuple[int, Any]] = {}
     for rank, objects in enumerate(objects_by_rank):
         for name, value in objects.items():
             first_rank, first_value = first_holder.setdefault(name, (rank, value))
@@ -554,9 +554,8 @@ class Reader(_InFolder, StorageReader):
         # 2. All values are read and verified: copy them to the tensors of the state dict.
         for item, destination, transfer in zip(tensor_items, destinations, transfers, strict=True):
             destination.copy_(transfer.destination)
-            planner.commit_tensor(
-                item, destination
-            )  # required after each change of a tensor from the planner
+            # Required after each change of a tensor from the planner.
+            planner.commit_tensor(item, destination)
         # 3. The values that are no tensors, from the index.
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -585,14 +584,12 @@ class Reader(_InFolder, StorageReader):
         ``destinations`` has the tensor of each item. The planner of ``torch.distributed.checkpoint`` has compared names
         and shapes, so only dtypes can differ. ``cast=`` of this reader allows rounding.
         """
-        plain_name_of = plain_names(
-            self._index.leaves
-        )  # `match` compares names without "_orig_mod." of wrappers
+        # `match` compares names without "_orig_mod." of wrappers
+        plain_name_of = plain_names(self._index.leaves)
         specs: dict[str, Spec] = {}  # the requested tensors
         for item, destination in zip(items, destinations, strict=True):
-            name = self._name_of_key[
-                item.storage_index.fqn
-            ]  # "model/fc.weight" for the key "model.fc.weight"
+            # "model/fc.weight" for the key "model.fc.weight"
+            name = self._name_of_key[item.storage_index.fqn]
             shape = self._index.leaves[name].spec.shape
             specs[plain_name_of[name]] = Spec(shape, destination.dtype)
         # `match` raises the error. The leaves that it returns are known here.

@@ -44,9 +44,8 @@ class Together:
         self.size = 1
         """The number of ranks in the group."""
         if group is not None:
-            check_group(
-                group, action
-            )  # `action` begins its error, such as "the save to runs/a: group=..."
+            # `action` begins its error, such as "the save to runs/a: group=..."
+            check_group(group, action)
             self.rank = dist.get_rank(group)
             self.size = dist.get_world_size(group)
 
@@ -106,9 +105,8 @@ class Together:
         values, error_of_rank = self._gather(value, error)
         # 2. Rank 0 sends an answer to each rank, or the errors of all ranks.
         answers: list[Answer] = []  # the other ranks have none to send
-        if (
-            self.rank == 0 and not error_of_rank
-        ):  # else values are missing, so there is nothing to merge
+        # Else values are missing, so there is nothing to merge.
+        if self.rank == 0 and not error_of_rank:
             answers, error = _attempt(lambda: list(merge(values)))
             if error is not None:
                 error_of_rank = {0: _sendable(error)}
@@ -134,9 +132,8 @@ class Together:
         if self.rank == 0:
             outcomes = [None] * self.size  # torch fills this list
         with _communication():
-            merging_rank = dist.get_global_rank(
-                self.group, 0
-            )  # rank 0 of the group, by its number among all processes
+            # Rank 0 of the group, by its number among all processes.
+            merging_rank = dist.get_global_rank(self.group, 0)
             # torch requires None in place of a list on ranks that receive nothing.
             dist.gather_object((value, error), outcomes or None, dst=merging_rank, group=self.group)
         values = [sent_value for sent_value, _ in outcomes]
@@ -206,9 +203,8 @@ def check_group(group: Any, action: str) -> None:
     ``action`` begins the error message: "the save to runs/a: group=... is not a process group that can be used".
     """
     try:
-        if (
-            dist.is_initialized() and dist.get_rank(group) >= 0
-        ):  # -1 for a process that is not in the group
+        # -1 for a process that is not in the group
+        if dist.is_initialized() and dist.get_rank(group) >= 0:
             return
     except (ValueError, RuntimeError, TypeError, AttributeError):
         pass  # torch does not know the group
@@ -262,14 +258,12 @@ def raise_one_error(error_of_rank: Mapping[int, Exception], path: object) -> NoR
 
 def _message_of_all(error_of_rank: Mapping[int, Exception], path: object) -> str:
     """Return the errors of all ranks as one text. Errors of other packages are prefixed by the path."""
-    text_of_rank: list[str | None] = [None] * (
-        max(error_of_rank) + 1
-    )  # None for ranks without an error
+    # None for ranks without an error.
+    text_of_rank: list[str | None] = [None] * (max(error_of_rank) + 1)
     for rank, error in error_of_rank.items():
         text_of_rank[rank] = str(error)
-        if not isinstance(
-            error, CheckpointError
-        ):  # errors of this package name the path themselves
+        # Errors of this package name the path themselves.
+        if not isinstance(error, CheckpointError):
             text_of_rank[rank] = f"{path}: {error}"
     return errors_by_rank(text_of_rank)
 

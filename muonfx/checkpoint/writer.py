@@ -152,9 +152,8 @@ class Saver:
         """
         leaves = {name: self._proposed(leaf) for name, leaf in self.request.leaves.items()}
         arguments: dict[str, str] = {}
-        if (
-            self.ranks > 1
-        ):  # a single rank compares nothing, and the texts of its arguments may be long
+        # a single rank compares nothing, and the texts of its arguments may be long
+        if self.ranks > 1:
             arguments = self.request.arguments()
         return Proposal(arguments, leaves)
 
@@ -168,9 +167,8 @@ class Saver:
         # ranks may hold the same leaf on a mesh of their own.
         is_divided_among_all = leaf.divided_among == self.ranks
         may_have_replicas = self.ranks > 1 and not is_divided_among_all
-        checksum_of_box: dict[
-            Box, str | None
-        ] = {}  # a box is the position of a shard in its tensor
+        # a box is the position of a shard in its tensor
+        checksum_of_box: dict[Box, str | None] = {}
         for box, values in leaf.shards.items():
             checksum_of_box[box] = checksum_of_shard(values) if may_have_replicas else None
         return ProposedLeaf(leaf.spec, leaf.is_plain, checksum_of_box)
@@ -232,9 +230,8 @@ class Saver:
         draft = self.draft
         assert draft is not None  # `assign` has created it
         files, leaves = merged(written, self.plan)
-        with (
-            draft.write_errors()
-        ):  # before this, readers find the previous checkpoint; after it, the new one
+        # Before this, readers find the previous checkpoint; after it, the new one.
+        with draft.write_errors():
             draft.commit(
                 replace(self.request.head, save_id=draft.save_id, files=files, leaves=leaves)
             )
@@ -322,15 +319,14 @@ def write_checkpoint(request: SaveRequest, *, shows_progress: bool = False) -> N
         assignment = ranks.step(saver.propose, saver.assign)
         ranks.step(lambda: saver.write(assignment), saver.commit)
     # `end` removes the files of this rank, unless the other ranks may complete the checkpoint with them.
-    except (
-        LostRanksError
-    ) as error:  # this rank cannot reach the others, which may have no error and go on
+    except LostRanksError as error:
+        # This rank cannot reach the others, which may have no error and go on.
         completion = saver.end(is_error_of_all=False)
-        message = f"{path} {completion.value} {error}"  # such as "runs/a may have been written or not: ..."
+        # Such as "runs/a may have been written or not: ...".
+        message = f"{path} {completion.value} {error}"
         raise WriteError(message, written=completion is Completion.COMPLETE) from error
-    except (
-        BaseException
-    ) as error:  # an error of `step` is one of all ranks, an interrupt may be of this rank alone
+    except BaseException as error:
+        # An error of `step` is one of all ranks, an interrupt may be of this rank alone.
         saver.end(is_error_of_all=isinstance(error, Exception))
         raise
 
@@ -402,9 +398,8 @@ def shards_to_write(plan: Mapping[str, PlannedLeaf], ranks: int) -> list[list[Sh
     bytes_of_rank = [0] * ranks
     # Shards of one holder first: they leave no choice, and count for the choices that follow.
     for shard in sorted(holders, key=lambda shard: len(holders[shard])):
-        writer = min(
-            holders[shard], key=lambda rank: bytes_of_rank[rank]
-        )  # the one with the fewest bytes so far
+        # The one with the fewest bytes so far.
+        writer = min(holders[shard], key=lambda rank: bytes_of_rank[rank])
         shards_of_rank[writer].append(shard)
         bytes_of_rank[writer] += shard.box.numel * plan[shard.name].spec.dtype.itemsize
     return shards_of_rank
@@ -429,9 +424,8 @@ def plan_of(leaves_of_rank: Sequence[Mapping[str, ProposedLeaf]]) -> dict[str, P
     parts, with the ranks ``[0]`` and ``[1]``. Raise unless the shards fill each leaf, and all ranks that hold one shard
     have equal bits of it.
     """
-    holders_by_leaf: dict[
-        str, dict[int, ProposedLeaf]
-    ] = {}  # {"w": {0: leaf, 1: leaf}} for the ranks 0 and 1
+    # {"w": {0: leaf, 1: leaf}} for the ranks 0 and 1
+    holders_by_leaf: dict[str, dict[int, ProposedLeaf]] = {}
     for rank, leaves in enumerate(leaves_of_rank):
         for name, leaf in leaves.items():
             holders_by_leaf.setdefault(name, {})[rank] = leaf
@@ -499,13 +493,11 @@ def _require_on_all_ranks(name: str, holders: Mapping[int, ProposedLeaf], ranks:
     if len(holders) == ranks:  # all ranks have it
         return
     is_plain = any(leaf.is_plain for leaf in holders.values())
-    if (
-        not is_plain
-    ):  # shards on some ranks are enough if they fill the leaf, which the caller checks
+    # Shards on some ranks are enough if they fill the leaf, which the caller checks.
+    if not is_plain:
         return
-    holding_ranks = [
-        rank for rank, leaf in holders.items() if leaf.checksums
-    ]  # without checksums, it has no shard
+    # Without checksums, it has no shard.
+    holding_ranks = [rank for rank, leaf in holders.items() if leaf.checksums]
     missing_ranks = [rank for rank in range(ranks) if rank not in holders]
     raise CheckpointError(
         f"nothing was written: the leaf {name!r} is a plain tensor on {listed(holding_ranks)} and missing on "
@@ -607,9 +599,8 @@ class Draft:
         which the save would replace. ``index.json`` is the index, the description of a checkpoint.
         """
         self._index_at_begin = self._start_of_index()  # b"" if there is no checkpoint yet
-        is_empty = (
-            self._index_at_begin.strip(b"\0") == b""
-        )  # also if all bytes are 0, as after a power failure
+        # Also if all bytes are 0, as after a power failure.
+        is_empty = self._index_at_begin.strip(b"\0") == b""
         is_ours = FORMAT.encode() in self._index_at_begin
         if not is_ours and not is_empty:
             raise FileExistsError(
@@ -685,9 +676,8 @@ class Draft:
         self._completion = Completion.UNKNOWN
         os.replace(self._unfinished_index, self.path / INDEX)
         self._completion = Completion.COMPLETE
-        sync_folder(
-            self.path
-        )  # the files of the replaced index are needed until the rename is on the disk
+        # The files of the replaced index are needed until the rename is on the disk.
+        sync_folder(self.path)
 
     def _require_visible(self, files: Sequence[DataFile]) -> None:
         """Raise unless this rank can see the data files that all ranks have written.
@@ -710,9 +700,8 @@ class Draft:
         """
         try:
             self._remove_replaced_files()
-            if (
-                keep is not None
-            ):  # of the checkpoints in the parent folder, such as "step-000000100"
+            # Of the checkpoints in the parent folder, such as "step-000000100".
+            if keep is not None:
                 prune(self.path.parent, keep, written=self.path)
             remove_files_of_killed_saves(self.path)
             warn_of_later_steps(self.path)

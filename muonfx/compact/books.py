@@ -37,9 +37,8 @@ class Book:
         with a probability of 0.3, else 0.2. So the mean is preserved. ``noise`` is uniform in [0, 1).
         """
         levels = table(self.levels, magnitudes.device)
-        index = (
-            torch.bucketize(magnitudes, levels, right=True) - 1
-        )  # of the largest level that is not above
+        # Of the largest level that is not above.
+        index = torch.bucketize(magnitudes, levels, right=True) - 1
         index = index.clamp(0, len(self.levels) - 2)  # the largest level has none above it
         low = _look_up(levels, index)
         high = _look_up(levels, index + 1)
@@ -83,9 +82,8 @@ class Listed(Book):
     def nearest(self, magnitudes: Tensor) -> Tensor:
         """Return the index of the level nearest to each magnitude; a midpoint is rounded to the lower level."""
         levels = table(self.levels, magnitudes.device)
-        return torch.bucketize(
-            magnitudes, (levels[1:] + levels[:-1]) / 2
-        )  # the boundaries are the midpoints
+        # The boundaries are the midpoints.
+        return torch.bucketize(magnitudes, (levels[1:] + levels[:-1]) / 2)
 
     def fractions(self, codes: Tensor) -> Tensor:
         """Decode 8-bit codes to fp32 numbers: look up the level of each code in a table.
@@ -97,9 +95,8 @@ class Listed(Book):
         """
         levels = self.levels
         index = codes.to(torch.int32)
-        if (
-            self.signed
-        ):  # the table has the levels of the codes from -128 to 127, so -128 is at the index 0
+        # The table has the levels of the codes from -128 to 127, so -128 is at the index 0.
+        if self.signed:
             negative = tuple([-level for level in reversed(self.levels[1:])])
             levels = (math.nan, *negative, *self.levels)
             index = index + 128
@@ -171,16 +168,14 @@ def grid(*, signed: bool) -> Scaled:
     # of 2, the rms error of 1/sqrt(nu) is 1.7 %, against 3.1 % (dynamic), 9.8 % (square roots) and 56 % (even levels).
     dtype = torch.uint8
     largest_code = 255
-    roots = (
-        2  # the number of square roots that are taken before a magnitude is stored: the fourth root
-    )
+    # The number of square roots that are taken before a magnitude is stored: the fourth root.
+    roots = 2
     if signed:
         dtype = torch.int8
         largest_code = 127
         roots = 0
-    fractions = (
-        torch.arange(largest_code + 1, dtype=torch.float32, device="cpu") / largest_code
-    )  # from 0 to 1
+    # From 0 to 1.
+    fractions = torch.arange(largest_code + 1, dtype=torch.float32, device="cpu") / largest_code
     levels = _square(fractions, roots)
     return Scaled(signed, dtype, tuple(levels.tolist()), largest_code, roots)
 
@@ -221,12 +216,10 @@ def float8(format: str, *, signed: bool) -> Scaled:
     squares of these quotients.
     """
     dtype = FLOAT8[format]
-    roots = (
-        1 if format == "e4m3" and not signed else 0
-    )  # how many square roots are taken of a stored magnitude
-    bits = torch.arange(
-        128, dtype=torch.uint8, device="cpu"
-    )  # of all numbers that are not negative
+    # How many square roots are taken of a stored magnitude.
+    roots = 1 if format == "e4m3" and not signed else 0
+    # Of all numbers that are not negative.
+    bits = torch.arange(128, dtype=torch.uint8, device="cpu")
     numbers = bits.view(dtype).to(torch.float32)  # the same bits, read as floats
     largest = torch.finfo(dtype).max
     fractions = numbers[numbers.isfinite()] / largest

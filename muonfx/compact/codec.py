@@ -40,9 +40,8 @@ class Codec:
         A parameter of 5000 elements in blocks of 2048 has 5000 codes and 3 scales, one for each block.
         """
         dtype = self.book.dtype
-        blocks = -(
-            -param.numel() // self.block
-        )  # rounded up: the last block may have fewer elements
+        # Rounded up: the last block may have fewer elements.
+        blocks = -(-param.numel() // self.block)
         if self.keeps(param.shape):  # too small to encode: fp32 values without scales
             dtype = torch.float32
             blocks = 0

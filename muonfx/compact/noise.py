@@ -45,9 +45,8 @@ def uniform(key: Tensor, number: int) -> Tensor:
     first_round = _mix((position + key_hash) & _MASK) ^ (position >> 32)
     other_hash = _mix((key_hash + _GOLDEN_RATIO) & _MASK) ^ _mix(high_bits ^ _SALT)
     second_round = _mix(first_round ^ other_hash)
-    return (second_round >> 8).to(
-        torch.float32
-    ) * 2.0**-24  # the upper 24 of 32 bits, which fp32 can hold
+    # The upper 24 of 32 bits, which fp32 can hold.
+    return (second_round >> 8).to(torch.float32) * 2.0**-24
 
 
 def key_of(text: str) -> int:

@@ -107,9 +107,8 @@ def scale_by_factored_rms(
         beta = 1.0 - torch.pow(t, -decay_rate)
 
         present = Present(updates)  # the leaves that have a gradient; the others keep their state
-        u = present.pick(
-            updates
-        )  # the gradients; the loop replaces each by its update, and each mean square likewise
+        # The gradients; the loop replaces each by its update, and each mean square likewise.
+        u = present.pick(updates)
         v_row = present.pick(state.v_row)
         v_col = present.pick(state.v_col)
         v = present.pick(state.v)
@@ -184,9 +183,8 @@ def _step(
     wide = ew.wide_dtype(leaf.dtype, v.dtype)
     beta = beta.to(wide)
     g = leaf.to(wide).contiguous()  # strides would change the rounding of the means
-    square = g.square() + ew.scalar_like(
-        eps, g
-    )  # a 0-d leaf would be promoted to the dtype of a tensor eps
+    # a 0-d leaf would be promoted to the dtype of a tensor eps
+    square = g.square() + ew.scalar_like(eps, g)
     dims = _factored_dims(leaf.shape, min_size)
     if dims is None:  # not factored: as in RMSProp
         new_v = _average(v, square, beta)

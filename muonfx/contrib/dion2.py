@@ -149,9 +149,8 @@ def _indices_of_largest(x: Tensor, side: int, number: int) -> Tensor:
     magnitudes = scaled.abs().trunc()
     summed_side = -1 if side == -2 else -2
     sums = magnitudes.sum(summed_side, keepdim=True, dtype=torch.float64)
-    sums = sums.nan_to_num(
-        nan=torch.inf, posinf=torch.inf
-    )  # select a row with NaN, so that the update shows it
+    # Select a row with NaN, so that the update shows it.
+    sums = sums.nan_to_num(nan=torch.inf, posinf=torch.inf)
     order = sums.argsort(dim=side, descending=True, stable=True)
     largest = order.narrow(side, 0, number)
     return largest.sort(dim=side).values

@@ -55,9 +55,8 @@ def _reads_params(inner: Transform, *_: object, **__: object) -> bool:
 @transform(
     locality=_locality,
     reads_params=_reads_params,
-    matrices=MatrixWork(
-        on_stacks=lambda tx, shapes: (tx, {})
-    ),  # the inner transform has a state for each leaf
+    # The inner transform has a state for each leaf.
+    matrices=MatrixWork(on_stacks=lambda tx, shapes: (tx, {})),
     name_patterns=name_patterns,
     short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
     position="sets_size",
@@ -134,9 +133,8 @@ def scale_by_namo(
         The names are as in the docstring of `scale_by_namo`: the average m of the gradients, and the average v of
         the squared norm of each matrix.
         """
-        matrices = Matrices(
-            view, updates
-        )  # of the leaves that have a gradient; the others keep their state
+        # Of the leaves that have a gradient; the others keep their state.
+        matrices = Matrices(view, updates)
         present = matrices.present
         old_v = read_matrix_slot(slot, matrices, state.nu)
         count = state.count + 1
@@ -153,9 +151,8 @@ def scale_by_namo(
 
         # update = alpha D(m)
         averages = write(present, m, updates)
-        donation = Donation(
-            updates=False, state=donate.state
-        )  # the averages may share storage with the new state
+        # The averages may share storage with the new state.
+        donation = Donation(updates=False, state=donate.state)
         directions, inner_state = inner.run(
             averages, state.inner, params, donate=donation, **extras
         )
@@ -260,9 +257,8 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         matrices = Matrices(view, directions)
         gradients = matrices.present.pick(updates)  # of the leaves that have a direction
         for index, gradient in enumerate(gradients):
-            if (
-                gradient is None
-            ):  # an accumulating inner transform may update a leaf without a gradient
+            # An accumulating inner transform may update a leaf without a gradient.
+            if gradient is None:
                 gradients[index] = torch.zeros_like(matrices.leaves[index])
         # `by_stacks` calls the function once for all small matrices of one shape.
         (scaled,) = ew.by_stacks(

@@ -76,9 +76,8 @@ def lora_labels(model_or_params: Params) -> Labels:
 
 def _is_b(info: ParamInfo) -> bool:
     """Return True for the factor B of LoRA's product B A, such as ``q.lora_B.weight``, if its rank is 2 or more."""
-    components = info.name.lower().split(
-        "."
-    )  # ["q", "lora_b", "weight"] or ["q", "lora", "up", "weight"]
+    # ["q", "lora_b", "weight"] or ["q", "lora", "up", "weight"]
+    components = info.name.lower().split(".")
     has_name = (
         "lora_b" in components or "lora_up" in components or ("lora", "up") in pairwise(components)
     )

@@ -123,9 +123,8 @@ def normalize_leaves():
         ... )[0]
         {'b': tensor([ 1., -1.])}
     """
-    divide_by_rms = functools.partial(
-        _to_unit_rms, dim=(-1,)
-    )  # `of_leaves` passes flattened leaves
+    # `of_leaves` passes flattened leaves
+    divide_by_rms = functools.partial(_to_unit_rms, dim=(-1,))
     return of_leaves(divide_by_rms)
 
 
@@ -258,9 +257,8 @@ def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = 
     def step(u: Tensor, s: EmptyState, p: Tensor):
         u_norm = norm(u)
         least_norm = floor * norm(p)
-        is_small = (u_norm > 0) & (
-            u_norm < least_norm
-        )  # an update of zero has no direction to scale up
+        # An update of zero has no direction to scale up.
+        is_small = (u_norm > 0) & (u_norm < least_norm)
         factor = divide_unless(~is_small, least_norm, u_norm, otherwise=1.0)
         return u * factor, s
 

@@ -135,9 +135,8 @@ def scale_by_prodigy(
         has a gradient. All tensors of a leaf have one dtype, the widest of them and at least fp32.
         """
         params = params_for("scale_by_prodigy", params)
-        present = Present(
-            updates
-        )  # the leaves that have a gradient; the state of the others does not change
+        # The leaves that have a gradient; the state of the others does not change.
+        present = Present(updates)
         g, x, x0, m, v, s = read_wide(
             present, updates, params, state.start, state.mu, state.nu, state.grad_sum
         )
@@ -146,9 +145,8 @@ def scale_by_prodigy(
         count = state.count + 1
         d = state.estim_lr
         d0 = estim_lr0
-        sqrt_b2 = ew.new_number(
-            b2, d.device
-        ).sqrt()  # Python's power rounds differently than torch's
+        # Python's power rounds differently than torch's.
+        sqrt_b2 = ew.new_number(b2, d.device).sqrt()
         step_size = _step_size(d, learning_rate, b1, b2, count)
 
         # r = sqrt(b2) r + d / d0 * step_size * <g, x0 - x>

@@ -289,6 +289,5 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
             x = wide_y + (wide_y - wide_z) * (1.0 / averaging.b1 - 1.0)
             x_of[name] = x.to(y.dtype)
     treedef = tree.flatten(params)[1]
-    return tree.unflatten(
-        treedef, x_of.values()
-    )  # in the order of the leaves, as `named_leaves` returns them
+    # In the order of the leaves, as `named_leaves` returns them.
+    return tree.unflatten(treedef, x_of.values())

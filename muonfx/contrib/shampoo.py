@@ -98,9 +98,8 @@ def scale_by_shampoo(
 
     def step(u: Tensor, s: ShampooState) -> tuple[Tensor, ShampooState]:
         """Average both factors, refresh their inverse roots if due, and multiply the gradient by the roots."""
-        g = u.clone(
-            memory_format=torch.contiguous_format
-        )  # products round by the strides and alignment of factors
+        # Products round by the strides and alignment of factors.
+        g = u.clone(memory_format=torch.contiguous_format)
         is_due = s.count.remainder(refresh) == 0
         count = s.count + 1.0
         correction = 1.0 - torch.pow(b2, count)
@@ -173,9 +172,8 @@ class _InverseRoot(torch.autograd.Function):
         values, vectors = torch.linalg.eigh(x)
         eps = torch.finfo(x.dtype).eps
         values = values.clamp(min=eps)  # only rounding makes them smaller
-        roots = (
-            values.unsqueeze(-2).sqrt().rsqrt()
-        )  # the rounding of a power depends on the position of the element
+        # The rounding of a power depends on the position of the element.
+        roots = values.unsqueeze(-2).sqrt().rsqrt()
         return (vectors * roots) @ vectors.mT
 
     @staticmethod

@@ -54,9 +54,8 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
         warn_of_growing_graphs("apply_updates", params, leaves, updates)
     try:
         update_leaves = tree.subtrees(treedef, updates)
-        if not _have_equal_shapes(
-            leaves, update_leaves
-        ):  # tensors of other shapes would be broadcast
+        # Tensors of other shapes would be broadcast.
+        if not _have_equal_shapes(leaves, update_leaves):
             check_updates_fit(params, updates)
         if donate:
             check_writable("apply_updates: params", params)

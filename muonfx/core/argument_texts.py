@@ -63,9 +63,8 @@ def _name_of_script(module: str) -> str:
     """
     script = sys.modules.get(module)
     spec = getattr(script, "__spec__", None)
-    if (
-        spec is not None and spec.name not in _SCRIPTS
-    ):  # python -m package.train, or python -m package
+    # Python -m package.train, or python -m package.
+    if spec is not None and spec.name not in _SCRIPTS:
         return str(spec.name).removesuffix(".__main__")
     path = getattr(script, "__file__", None)
     if not path:  # in an interactive session
@@ -123,9 +122,8 @@ def _text_of_function(function: Any, convert: Callable[[Any], str]) -> str:
     """
     if inspect.ismethod(function):  # bound to an object, which may matter for its result
         return f"{public_name(function.__func__)} of {convert(function.__self__)}"
-    if (
-        inspect.isfunction(function) and function.__name__ == "<lambda>"
-    ):  # all lambdas of one scope share a name
+    # All lambdas of one scope share a name.
+    if inspect.isfunction(function) and function.__name__ == "<lambda>":
         return public_name(function) + _text_of_code(function.__code__)
     return public_name(function)
 
@@ -180,9 +178,8 @@ def _text_of_code(code: CodeType) -> str:
     """
     constants: list[str] = []
     for constant in code.co_consts:
-        convert = (
-            _text_of_code if inspect.iscode(constant) else text_of
-        )  # a function within the lambda is a constant
+        # a function within the lambda is a constant
+        convert = _text_of_code if inspect.iscode(constant) else text_of
         constants.append(convert(constant))
     return f"[{code.co_code.hex()}|{','.join(code.co_names)}|{','.join(constants)}]"
 
@@ -263,8 +260,7 @@ def same(a: Any, b: Any) -> bool:
         return same(list(a), list(b)) and same(list(a.values()), list(b.values()))
     is_equal = bool(a == b)
     is_container = isinstance(a, tuple | Mapping | Set) or is_dataclass(a)
-    if (
-        is_equal and is_container
-    ):  # it may have a dict, whose order `==` ignores, or 1 where the other has 1.0
+    # It may have a dict, whose order `==` ignores, or 1 where the other has 1.0.
+    if is_equal and is_container:
         return text_of(a) == text_of(b)
     return is_equal

@@ -190,7 +190,6 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         return b
     if b is None:
         return a
-    wide = wide_dtype(
-        a.dtype, b.dtype
-    )  # fp32 for two bf16 updates, so that their sum is rounded once
+    # fp32 for two bf16 updates, so that their sum is rounded once
+    wide = wide_dtype(a.dtype, b.dtype)
     return (a.to(wide) + b.to(wide)).to(a.dtype)

@@ -94,9 +94,8 @@ def _differences_of_values(
         value = values.get(path, _NOT_SET)
         # The head of ``momentum(decay=0.9)`` is "momentum(...)", since the decay has a path of its own.
         is_same = saved_value.head == value.head
-        if is_same or _is_within_difference(
-            path, saved_values, values
-        ):  # the larger difference is shown
+        # The larger difference is shown.
+        if is_same or _is_within_difference(path, saved_values, values):
             continue
         is_number = _is_number(path, saved_value) and _is_number(path, value)
         if is_number and _are_same_number(saved_value.code, value.code):
@@ -170,9 +169,8 @@ def _values_in(chain: str) -> dict[ArgumentPath, _Value]:
     >>> list(_values_in("chain(momentum(decay=0.9))"))
     [(), ('.momentum',), ('.momentum', '.decay')]
     """
-    code = _OBJECT.sub(
-        "_", chain
-    )  # a name, so that "module.f.<locals>.<lambda>" becomes "module.f._._"
+    # a name, so that "module.f.<locals>.<lambda>" becomes "module.f._._"
+    code = _OBJECT.sub("_", chain)
     return _values_at((), ast.parse(code, mode="eval").body)
 
 
@@ -255,9 +253,8 @@ def _positional_arguments(call: ast.Call) -> dict[str, ast.expr]:
     for index, argument in enumerate(call.args):
         if isinstance(argument, ast.Call):  # a transform; a second `scale` is "scale_2"
             level = unused_name(f".{ast.unparse(argument.func)}", arguments)
-        elif is_partition and isinstance(
-            argument, ast.Dict
-        ):  # the first has the transforms, the second the labels
+        elif is_partition and isinstance(argument, ast.Dict):
+            # The first has the transforms, the second the labels.
             level = ".labels" if index else ""
         elif len(call.args) == 1:
             level = ""

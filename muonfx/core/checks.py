@@ -162,9 +162,8 @@ def state_dtype(name: str, value: object) -> None:
         return
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return
-    error_class = (
-        ValueError if isinstance(value, str) else TypeError
-    )  # for a string, the type is right
+    # For a string, the type is right.
+    error_class = ValueError if isinstance(value, str) else TypeError
     raise error_class(
         f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}'
     )
@@ -189,10 +188,8 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
-_LAZY = (
-    UninitializedParameter,
-    UninitializedBuffer,
-)  # torch.nn.parameter.is_lazy would break a compiled graph
+# torch.nn.parameter.is_lazy would break a compiled graph
+_LAZY = UninitializedParameter, UninitializedBuffer
 PLAIN = frozenset({Tensor, nn.Parameter})
 """The classes of plain tensors, as opposed to subclasses that wrap other tensors, such as DTensor."""
 _PLAIN_OR_NONE = PLAIN | {type(None)}
@@ -225,9 +222,8 @@ def is_usable(leaf: object) -> bool:
 
 def all_usable(leaves: Collection[Any]) -> bool:
     """Return True if every leaf is None or a dense floating-point tensor, as `is_usable` tests for one leaf."""
-    if not _PLAIN_OR_NONE.issuperset(
-        map(type, leaves)
-    ):  # such as a DTensor or a number: test one by one
+    # Such as a DTensor or a number: test one by one.
+    if not _PLAIN_OR_NONE.issuperset(map(type, leaves)):
         return all(map(is_usable, leaves))
     # Hundreds of plain tensors usually have one format, such as (float32, strided, not nested).
     formats = {(leaf.dtype, leaf.layout, leaf.is_nested) for leaf in leaves if leaf is not None}
@@ -287,9 +283,8 @@ def _no_tensor(tree_name: str, name: str, leaf: object) -> TypeError:
         advice = (
             "; trees are made of dicts, tuples, lists and NamedTuples: convert it with dict(...)"
         )
-    elif (
-        dataclasses.is_dataclass(leaf) or type(leaf) in torch_pytree.SUPPORTED_NODES
-    ):  # a container of the user
+    elif dataclasses.is_dataclass(leaf) or type(leaf) in torch_pytree.SUPPORTED_NODES:
+        # a container of the user
         advice = (
             "; trees are made of dicts, tuples, lists and NamedTuples: register its class with "
             "optree.register_pytree_node(..., namespace=muonfx.tree.NAMESPACE)"
@@ -418,9 +413,8 @@ def specs_of(leaves: Sequence[Any]) -> list[LeafSpec]:
     >>> specs_of([torch.zeros(2, 3), None])
     [(torch.Size([2, 3]), torch.float32), None]
     """
-    if not torch.compiler.is_compiling() and PLAIN.issuperset(
-        map(type, leaves)
-    ):  # fast, but it cannot be traced
+    # Fast, but it cannot be traced.
+    if not torch.compiler.is_compiling() and PLAIN.issuperset(map(type, leaves)):
         return list(map(_shape_and_dtype, leaves))
     specs: list[LeafSpec] = []
     for leaf in leaves:
@@ -563,7 +557,8 @@ def _wrong_structure(name: str, state: PyTree, expected: ExpectedState) -> Value
 MANY_UPDATES = 10
 """The number of updates in one autograd graph from which the graph is taken for a mistake; inner loops are shorter."""
 
-_UPDATES = "muonfx: updates"  # key in the metadata of an autograd node: the number of updates in the node's graph
+# Key in the metadata of an autograd node: the number of updates in the node's graph.
+_UPDATES = "muonfx: updates"
 
 
 def updates_in_graph(leaf: object) -> int:
@@ -590,9 +585,8 @@ def count_update_in_graph(params: Sequence[object], new_params: Sequence[object]
     >>> updates_in_graph(new)
     1
     """
-    if (
-        not torch.is_grad_enabled() or functorch_is_active()
-    ):  # there is no graph, or torch.func has its own
+    # There is no graph, or torch.func has its own.
+    if not torch.is_grad_enabled() or functorch_is_active():
         return
     for param, new_param in zip(params, new_params, strict=True):
         if isinstance(new_param, Tensor) and new_param.grad_fn is not None:

@@ -69,9 +69,8 @@ def unshared(
     """
     if not (donate.updates or donate.state):  # nothing will be overwritten
         return donate, updates, state
-    if (
-        functorch_is_active() or is_traced()
-    ):  # traced tensors have no memory to compare, so nothing is overwritten
+    # Traced tensors have no memory to compare, so nothing is overwritten.
+    if functorch_is_active() or is_traced():
         return NOTHING, updates, state
     # Parameters are compared too, since a gradient may share their memory.
     shared = _sharing([*tree.leaves(updates), *tree.leaves(state), *tree.leaves(params)])
@@ -131,9 +130,8 @@ def _sharing(leaves: Sequence[Any]) -> set[Tensor]:
     # Sparse tensors have no single memory to compare.
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
     plain_tensors = tensors
-    if not PLAIN.issuperset(
-        map(type, tensors)
-    ):  # a DTensor, for example, has its memory in its local tensor
+    # a DTensor, for example, has its memory in its local tensor
+    if not PLAIN.issuperset(map(type, tensors)):
         plain_tensors = list(map(_plain_tensor, tensors))
     shared: set[Tensor] = set()
     for index in sharing(plain_tensors):
@@ -161,9 +159,8 @@ def check_writable(tree_name: str, params: PyTree) -> None:
     ValueError: params: 'w' has shape (3,) and strides (0,), so several elements share memory (as after expand()), ...
     """
     leaves = tree.leaves(params)
-    if PLAIN.issuperset(map(type, leaves)) and all(
-        map(Tensor.is_contiguous, leaves)
-    ):  # the usual case, in few calls
+    # The usual case, in few calls.
+    if PLAIN.issuperset(map(type, leaves)) and all(map(Tensor.is_contiguous, leaves)):
         return
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and overlaps_itself(_plain_tensor(leaf)):

@@ -175,9 +175,8 @@ def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> Non
 
     ``transforms`` are a transform and all transforms that it calls, in the order of `muonfx.core.transform.within`.
     """
-    outermost = transforms[
-        0
-    ]  # its extra arguments include the arguments of all transforms that it calls
+    # Its extra arguments include the arguments of all transforms that it calls.
+    outermost = transforms[0]
     # The compiler of torch 2.10 cannot subtract a set and the keys of a dict.
     names = frozenset(extras)
     missing = sorted(outermost.extras.required - names)

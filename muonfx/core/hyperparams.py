@@ -47,9 +47,8 @@ def _check_recorded(owner: str, tx: object) -> None:
     """
     if isinstance(tx, Recorded):
         return
-    name = getattr(
-        tx, "__name__", type(tx).__name__
-    )  # of a factory that was not called, for example
+    # Of a factory that was not called, for example.
+    name = getattr(tx, "__name__", type(tx).__name__)
     raise TypeError(
         f"{owner}: expected a transform, found {name}; call the factory, or for an optimizer use {owner}(optimizer.tx)"
     )
@@ -92,9 +91,8 @@ def _checked_number(name: str, number: Any) -> Any:
     Traceback (most recent call last):
     TypeError: with_hyperparams: scale.factor must be a number or a 0-d tensor, found '1e-3': convert the text ...
     """
-    if (
-        type(number) is float or torch.compiler.is_compiling()
-    ):  # the usual case; numbers of a trace have no values
+    # The usual case; numbers of a trace have no values.
+    if type(number) is float or torch.compiler.is_compiling():
         return number
     number = check_plain("with_hyperparams", name, number, frozenset({"float"}))
     if isinstance(number, int):

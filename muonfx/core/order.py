@@ -19,11 +19,8 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.transform import Position, Transform, within
 from muonfx.tree import PyTree
 
-_AFTER = {
-    "after_learning_rate",
-    "last",
-    "last_observer",
-}  # positions that require the final updates
+# Positions that require the final updates.
+_AFTER = {"after_learning_rate", "last", "last_observer"}
 _LAST = {"last", "last_observer"}
 _OBSERVERS = {"observer", "last_observer"}
 
@@ -77,9 +74,8 @@ def warn_of_skipped_steps(chain: str, members: Mapping[str, Transform]) -> None:
     In ``chain(momentum(), accumulate(adam(), 4))``, for example, the momentum changes its state four times a step. A
     member after the `accumulate` receives zeros at three of four calls. Only the first such transform is reported.
     """
-    skipping = [
-        name for name, member in members.items() if _skips_steps(member)
-    ]  # such as `accumulate`
+    # Such as `accumulate`
+    skipping = [name for name, member in members.items() if _skips_steps(member)]
     if not skipping:
         return
     receives_zeros = False  # members before the first `accumulate` receive gradients
@@ -118,9 +114,8 @@ def _effect_of_every_call(tx: Transform, *, after_zeros: bool) -> str:
     if tx._schedules:  # such as a decaying rate: it counts the calls
         return "advances its schedule"
     calls_others = bool(tx.children)
-    is_observer = (
-        tx.position == "observer"
-    )  # it may run at every call, as one that records metrics does
+    # It may run at every call, as one that records metrics does.
+    is_observer = tx.position == "observer"
     if calls_others or is_observer:
         return ""
     # 2. By one step on an example of a parameter.
@@ -173,9 +168,8 @@ def _positioned(member: str, tx: Transform) -> list[_Placed]:
     # The transforms within this one belong to the same member of the chain.
     for child in tx.children:
         positioned += _positioned(member, child)
-    is_chain = (
-        tx.declaration.combinator.in_sequence
-    )  # also one without members, which has no children
+    # Also one without members, which has no children.
+    is_chain = tx.declaration.combinator.in_sequence
     only_calls_others = tx.position is None and (bool(tx.children) or is_chain)
     if not only_calls_others:
         positioned.append(_Placed(member, tx, tx.position))
@@ -285,10 +279,8 @@ def _sign_without_inner(tx: Transform) -> int:
     (-1, 1)
     """
     position = tx.position
-    if position in (
-        "learning_rate",
-        "turns",
-    ):  # "turns" is declared by a negative scale, for example
+    # "turns" is declared by a negative scale, for example
+    if position in ("learning_rate", "turns"):
         return -1
     if position == "either_sign":
         return 0

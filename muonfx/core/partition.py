@@ -208,7 +208,8 @@ class _Chooser:
         >>> _MaskChooser("masked: mask", {})._missing_values(["w"])
         ValueError("masked: mask: found no value for 'w', expected True or False for each parameter: ...")
         """
-        pattern = "muonfx.routing.path('head.*')"  # a mask; labels are made from pairs of a pattern and a label
+        # a mask; labels are made from pairs of a pattern and a label
+        pattern = "muonfx.routing.path('head.*')"
         if bool not in self.kinds:
             pattern = f"muonfx.routing.labels(params, [({pattern}, 'adamw'), ...])"
         return ValueError(
@@ -263,10 +264,8 @@ class _Chooser:
             return function(params)
         try:
             return function(params)
-        except (
-            AttributeError,
-            TypeError,
-        ) as error:  # a common mistake is lambda name, param: param.ndim > 1
+        except (AttributeError, TypeError) as error:
+            # a common mistake is lambda name, param: param.ndim > 1
             error.add_note(
                 f"{self.argument}: the function is called once, with the tree of all parameters. For a condition on "
                 "each parameter: muonfx.routing.where(lambda info: info.ndim > 1)"
@@ -323,9 +322,8 @@ def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
         return exact_keys
     # Compare names without the prefixes of wrappers, on both sides: "fc.weight" for "module.fc.weight".
     key_of_plain_name = {plain_name: key for key, plain_name in unwrapped(source).items()}
-    if len(key_of_plain_name) < len(
-        source
-    ):  # two keys have one plain name, so plain names are ambiguous
+    # Two keys have one plain name, so plain names are ambiguous.
+    if len(key_of_plain_name) < len(source):
         return exact_keys
     key_of: dict[str, str] = {}
     for name, plain_name in unwrapped(names).items():
@@ -353,9 +351,8 @@ def _leaves_by_label(
     """
     if values is None:
         return dict.fromkeys(labels)
-    leaves_of: dict[Any, dict[str, Any]] = {
-        label: {} for label in labels
-    }  # a label without leaves keeps {}
+    # a label without leaves keeps {}
+    leaves_of: dict[Any, dict[str, Any]] = {label: {} for label in labels}
     for (name, label), leaf in zip(label_of.items(), tree.leaves(values), strict=True):
         if label in leaves_of:
             leaves_of[label][name] = leaf
@@ -449,9 +446,8 @@ def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
     shapes, and its result replaces it: ``{"w": "muon", "b": "adamw"}``.
     """
     choice = _LabelChooser("partition: labels", tx.arguments["labels"])(params)
-    labels_with_shapes = (
-        choice.routed_labels
-    )  # made by `muonfx.routing`, which records the shapes of parameters
+    # Made by `muonfx.routing`, which records the shapes of parameters.
+    labels_with_shapes = choice.routed_labels
     if labels_with_shapes is None:
         return tx.replace(labels=choice.value_of)
     labels_with_shapes.check_shapes(tx.arguments["transforms"], params)
@@ -554,13 +550,11 @@ def partition(
         """
         label_of = choose_labels.for_step(updates, params)  # by parameter name
         _require_known_labels(label_of, transforms)
-        updates_of = _leaves_by_label(
-            label_of, transforms, updates
-        )  # {"muon": {"w": ...}, "adamw": {"b": ...}}
+        # {"muon": {"w": ...}, "adamw": {"b": ...}}
+        updates_of = _leaves_by_label(label_of, transforms, updates)
         params_of = _leaves_by_label(label_of, transforms, params)
-        new_updates: dict[str, Any] = dict.fromkeys(
-            label_of
-        )  # None for parameters with the label None
+        # None for parameters with the label None.
+        new_updates: dict[str, Any] = dict.fromkeys(label_of)
         new_state: dict[str, PyTree] = {}
         for label, tx in transforms.items():
             out, new_state[label] = tx.run(

@@ -68,25 +68,22 @@ def _check_groups(pattern: NamePatterns, names: list[str]) -> None:
     A glob is, for example, ``*.bias``. In a group of globs, at least one must match one of the parameter names.
     """
     candidates = set(names)
-    if (
-        pattern.required
-    ):  # transforms with required globs also match names without "module." and other wrappers
+    # Transforms with required globs also match names without "module." and other wrappers.
+    if pattern.required:
         candidates.update(unwrapped(names).values())
     matched_before: set[str] = set()  # by the groups so far
     for group in pattern.groups:
         matches = {name for name in candidates if _matches(name, group)}
-        is_optional = bool(group) and pattern.optional.issuperset(
-            group
-        )  # an empty group is always a mistake
+        # An empty group is always a mistake.
+        is_optional = bool(group) and pattern.optional.issuperset(group)
         if not matches and not is_optional:
             _report(
                 pattern,
                 group,
                 f"matches none of the {len(names)} parameters; {names_close_to(group, names)}",
             )
-        has_no_effect = (
-            pattern.first_counts and matches <= matched_before
-        )  # as "head.weight" after "*.weight"
+        # As "head.weight" after "*.weight".
+        has_no_effect = pattern.first_counts and matches <= matched_before
         if matches and has_no_effect:
             shown = format_list(sorted(matches), shown_name)
             problem = (

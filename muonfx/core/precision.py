@@ -48,9 +48,8 @@ def product_libraries(
     `muonfx.polar.quack` finds, the library is for example "torch for float16". Ranks compare these texts, because two
     libraries would round differently.
     """
-    product_dtype_of = product_dtypes(
-        tx, param_dtypes, device
-    )  # such as {"orthogonalize": "bfloat16"}
+    # Such as {"orthogonalize": "bfloat16"}.
+    product_dtype_of = product_dtypes(tx, param_dtypes, device)
     library_of: dict[str, str] = {}
     for name, inner in _named_transforms(tx):
         chooses_library = name in product_dtype_of and inner.arguments.get("products") == "auto"

@@ -313,14 +313,14 @@ class Transform(Recorded):
         for step in _LATER_STEPS:
             try:
                 arguments = arguments_at(self, step)
-            except Exception:  # such as a table of values that ends; if a run is longer, its step raises this error
+            except Exception:
+                # Such as a table of values that ends; if a run is longer, its step raises this error.
                 return
             # Under `torch.func`, a number is a tensor, whose value cannot be read.
             numbers = [arguments[name] for name in self._schedules]
             floats = [number for number in numbers if isinstance(number, float)]
-            if any(
-                map(math.isinf, floats)
-            ):  # a rate that grows until a run ends, as in a search for the best one
+            # a rate that grows until a run ends, as in a search for the best one
+            if any(map(math.isinf, floats)):
                 return
             self._check_step(step, arguments)
 
@@ -491,15 +491,13 @@ class Transform(Recorded):
         """
         if not torch.compiler.is_compiling():
             params = without_left_out(self, params)
-            if (
-                "torch._dynamo" in sys.modules
-            ):  # torch's compiler is loaded, and must not compile the checks
+            # torch's compiler is loaded, and must not compile the checks
+            if "torch._dynamo" in sys.modules:
                 self._check_inputs_uncompiled(updates, state, params)
             else:
                 self._check_inputs(updates, state, params)
-        elif (
-            params is not None
-        ):  # traced leaves are matched by position, and their values cannot be checked
+        elif params is not None:
+            # Traced leaves are matched by position, and their values cannot be checked.
             checks.check_structure("updates", updates, "params", params)
         check_extras(self, extras)
         donation, updates, state = unshared(Donation.of(donate), updates, state, params)
@@ -538,9 +536,8 @@ class Transform(Recorded):
         # The leaves, structure and shapes of the parameters, or of the updates if no parameters were passed.
         leaves, treedef, specs = checks.check_update(updates, params)
         expected = self._expected_state(leaves, treedef, specs)
-        if (
-            expected is not None
-        ):  # None: it cannot be derived without the parameters, so the state is not checked
+        # None: it cannot be derived without the parameters, so the state is not checked.
+        if expected is not None:
             # Without parameters, dtypes were read from the updates, whose dtypes may differ. Only shapes are compared.
             checks.check_state_like(self.name, state, expected, with_dtypes=params is not None)
         if params is not None:
@@ -557,9 +554,8 @@ class Transform(Recorded):
         """
         # A state may contain copies of numeric arguments, so its shapes depend on theirs.
         number_shapes = tuple(map(_shape_of, self.tensors))
-        if any(
-            number_shapes
-        ):  # a number with dims may be an error, which must be raised before `init` uses it
+        # a number with dims may be an error, which must be raised before `init` uses it
+        if any(number_shapes):
             check_numbers(self)
         cache: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault(
             "expected_states", {}
@@ -627,9 +623,8 @@ class Transform(Recorded):
         """
         names = self.extras.named
         keywords = extras
-        if (
-            not self.extras.takes_all
-        ):  # a name for another transform of the chain would be a TypeError
+        # a name for another transform of the chain would be a TypeError
+        if not self.extras.takes_all:
             keywords = {name: extra for name, extra in extras.items() if name in names}
         # Not with ``**extras`` alone: a function that does not name `donate` may read its inputs after a call.
         if "donate" in names:
@@ -684,9 +679,8 @@ def patterns_in(tx: Transform) -> list[NamePatterns]:
         declared = inner.declaration.name_patterns
         if declared is not None:
             patterns += declared(inner)
-    return list(
-        dict.fromkeys(patterns)
-    )  # each once, also if two inner transforms have the same globs
+    # Each once, also if two inner transforms have the same globs.
+    return list(dict.fromkeys(patterns))
 
 
 def check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
@@ -856,21 +850,20 @@ def transform(constructor: Callable[P, InitAndUpdate], /) -> Callable[P, Transfo
 def transform(
     *,
     name: str | None = None,  # a permanent public name, such as "acme.my_momentum"
-    locality: Locality
-    | Callable[..., Locality] = Locality.TREE,  # the part of the tree that an element depends on
+    # The part of the tree that an element depends on.
+    locality: Locality | Callable[..., Locality] = Locality.TREE,
     # All further options save work or improve errors; the docstring below describes them.
     combinator: Combinator = ...,  # how it calls the transforms among its arguments
     reads_params: bool | Callable[..., bool] = True,  # False: values of parameters are not used
-    resolve: Callable[[Any, PyTree], Transform]
-    | None = None,  # (transform, params) -> transform that runs on shards
+    # (transform, params) -> transform that runs on shards
+    resolve: Callable[[Any, PyTree], Transform] | None = None,
     matrices: MatrixWork = ...,  # which matrices are independent, and what they cost
-    name_patterns: Callable[[Any], Iterable[NamePatterns]]
-    | None = None,  # globs in its arguments, such as "*.bias"
-    check_extras: Callable[[Any, Mapping[str, Any]], None]
-    | None = None,  # raises for a wrong value of an extra
-    position: Position
-    | Callable[..., Position | None]
-    | None = None,  # in a chain, relative to the learning rate
+    # Globs in its arguments, such as "*.bias".
+    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
+    # Raises for a wrong value of an extra.
+    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
+    # In a chain, relative to the learning rate.
+    position: Position | Callable[..., Position | None] | None = None,
     short_names: ShortNames | None = None,  # keys in param groups, such as {"lr": "learning_rate"}
 ) -> Callable[[Callable[P, InitAndUpdate]], Callable[P, Transform]]: ...
 
@@ -959,9 +952,8 @@ def transform(
         >>> sign_descent().locality.name
         'ELEMENT'
     """
-    bind(
-        "transform", inspect.signature(Declaration), (), options
-    )  # raises a clear error for an unknown option
+    # Raises a clear error for an unknown option.
+    bind("transform", inspect.signature(Declaration), (), options)
     if options.get("short_names") is None:
         options["short_names"] = {}
     decorate = functools.partial(

@@ -220,9 +220,8 @@ class Lazy(Generic[V]):
         if instance is None:  # read from the class, as by a documentation tool
             return cast("V", self)
         # Not in a method of the subclass: torch.compile would compile that one again for each property.
-        if (
-            self._is_of_structure
-        ):  # store the result also in the `Structure` that copies with other numbers share
+        # Store the result also in the `Structure` that copies with other numbers share.
+        if self._is_of_structure:
             results: dict[str, Any] = instance.structure.attributes
             if self._name not in results:
                 results[self._name] = self._compute(instance)
@@ -262,9 +261,8 @@ def with_memory(constructor: Callable[Concatenate[Memory, P], Any]) -> Callable[
     marked: Any = constructor
     # The function itself is returned, with two attributes. Its signature has the arguments that callers pass.
     marked.__signature__ = inspect.Signature(parameters[1:])
-    marked.takes_memory = (
-        True  # `make_factory` reads it, and then passes the cache as first argument
-    )
+    # `make_factory` reads it, and then passes the cache as first argument
+    marked.takes_memory = True
     return cast("Callable[P, Any]", constructor)
 
 
@@ -410,9 +408,8 @@ class Structure:
             return True
         if self.kind is not other.kind or self.factory != other.factory:
             return False
-        return same(
-            self.template, other.template
-        )  # `==` would ignore the order of dicts, and equate 1 and True
+        # `==` would ignore the order of dicts, and equate 1 and True
+        return same(self.template, other.template)
 
     def __hash__(self) -> int:
         return hash((self.kind, self.factory))
@@ -459,9 +456,8 @@ class Recorded:
         parts: list[object] = []
         template: dict[str, object] = {}
         for name, argument in bound.arguments.items():
-            if (
-                argument is not definition.parameters[name].default
-            ):  # defaults are correct, so they need no check
+            # Defaults are correct, so they need no check.
+            if argument is not definition.parameters[name].default:
                 argument = cls._checked(factory, name, argument)
             argument = definition.as_float(name, argument)
             if isinstance(argument, float):  # not one in a container, which is fixed
@@ -485,9 +481,8 @@ class Recorded:
             raise TypeError(
                 f"{factory.__name__}: {name} must be a {kind}, found {argument!r}: pass {kind}(...)"
             )
-        type_names = factory.definition.accepted_types[
-            name
-        ]  # such as {"float", "None"}; empty if it is not checked
+        # Such as {"float", "None"}; empty if it is not checked.
+        type_names = factory.definition.accepted_types[name]
         if not type_names:
             return argument
         is_number = factory.definition.is_number(name)
@@ -501,9 +496,8 @@ class Recorded:
         They are ["decay"] for ``decay=0.9``, none for ``nesterov=True``, and the keys of a dict of transforms.
         """
         template = self.structure.template[argument]
-        if (
-            type(template) is dict
-        ):  # its items have its keys as names: "muon", not "transforms.muon"
+        # Its items have its keys as names: "muon", not "transforms.muon".
+        if type(template) is dict:
             return _names_of_blanks(template, "")
         return _names_of_blanks(template, argument)
 
@@ -534,9 +528,8 @@ class Recorded:
         function that returns the parts and the structure of a value, and one that builds a value from them.
         """
         super().__init_subclass__(**kwargs)
-        register: Any = (
-            optree.register_pytree_node
-        )  # its type hints require a collection, but any class works
+        # Its type hints require a collection, but any class works.
+        register: Any = optree.register_pytree_node
         register(cls, _flatten_for_optree, Recorded._from, namespace=NAMESPACE)
         torch_pytree.register_pytree_node(
             cls,
@@ -568,10 +561,8 @@ class Recorded:
         """
         positional: list[object] = []
         named: dict[str, object] = {}
-        for (
-            name,
-            kind,
-        ) in self.factory.definition.kinds:  # such as ("decay", "POSITIONAL_OR_KEYWORD")
+        # Such as ("decay", "POSITIONAL_OR_KEYWORD")
+        for name, kind in self.factory.definition.kinds:
             if kind == "VAR_POSITIONAL":
                 positional.extend(arguments[name])
             elif kind == "VAR_KEYWORD":
@@ -638,9 +629,8 @@ class Recorded:
                 f"{self.factory.__name__} has no argument {unknown[0]}{hint(unknown[0], arguments)}; it has "
                 f"{', '.join(arguments)}. To change a number of a transform within it, use with_hyperparams"
             )
-        return self._call(
-            self.factory, {**arguments, **changes}
-        )  # a new call, which checks the changed arguments
+        # a new call, which checks the changed arguments
+        return self._call(self.factory, {**arguments, **changes})
 
     def __repr__(self) -> str:
         """Return Python code that creates an equal value. Arguments that equal their defaults are left out.
@@ -701,12 +691,10 @@ def _unpickled(structure: Structure, parts: Sequence[object]) -> Recorded:
     arguments = recorded.arguments
     removed = {name: value for name, value in arguments.items() if name not in parameters}
     signature = inspect.Signature(list(parameters.values()))
-    call = inspect.BoundArguments(
-        signature, arguments
-    )  # it unpacks the arguments of *args and **kwargs
-    return structure.factory(
-        *call.args, **call.kwargs, **removed
-    )  # a TypeError for removed arguments
+    # It unpacks the arguments of *args and **kwargs.
+    call = inspect.BoundArguments(signature, arguments)
+    # a TypeError for removed arguments
+    return structure.factory(*call.args, **call.kwargs, **removed)
 
 
 def prepared(recorded: R) -> R:
@@ -824,9 +812,8 @@ def part_names(recorded: Recorded) -> tuple[str, ...]:
     if "part_names" in cache:
         return cache["part_names"]
     names: list[str] = []
-    if (
-        recorded.factory.definition.is_stand_in
-    ):  # such as `offload`: its only part, a transform, adds no name
+    # Such as `offload`: its only part, a transform, adds no name.
+    if recorded.factory.definition.is_stand_in:
         names.append("")
     else:
         for argument in recorded.structure.template:
@@ -873,9 +860,8 @@ def _text_of_argument(argument: object, name_of: Mapping[str, str]) -> str:
         argument = dict(_items(argument))  # the items of a default are not sorted yet
     if type(argument) in _CONTAINERS:  # which may contain transforms
         return text_of(argument, functools.partial(_text_of_argument, name_of=name_of), name_of)
-    return text_of(
-        argument, name_of=name_of
-    )  # a fixed value, such as "True", or a number, whose text is "*"
+    # a fixed value, such as "True", or a number, whose text is "*"
+    return text_of(argument, name_of=name_of)
 
 
 def _text_of_default(definition: Definition, name: str) -> str:

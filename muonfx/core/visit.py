@@ -242,9 +242,8 @@ def _calls(tx: Transform, params: PyTree) -> list[_Call]:
     inner_transforms = [(name, part) for name, part in named_parts if isinstance(part, Transform)]
     if not inner_transforms:
         return []
-    if (
-        tx.declaration.combinator.in_sequence
-    ):  # a chain passes all parameters on, and stores the states by name
+    # a chain passes all parameters on, and stores the states by name
+    if tx.declaration.combinator.in_sequence:
         return [_Call(name, inner, params, (name,)) for name, inner in inner_transforms]
     # Any other transform is observed, so that its author need not declare what it does. Its `init` runs once with
     # substitutes of the inner transforms, which record the parameters that they receive, and return placeholders that
@@ -253,9 +252,8 @@ def _calls(tx: Transform, params: PyTree) -> list[_Call]:
     path_of = _placeholder_paths(recorded.state)
     calls: list[_Call] = []
     for index, (name, inner) in enumerate(inner_transforms):
-        params_of_inner = recorded.params_of.get(
-            index, params
-        )  # all of them, if `init` does not call it
+        # All of them, if `init` does not call it.
+        params_of_inner = recorded.params_of.get(index, params)
         path_of_state = path_of.get(index)  # None if its state is not stored as it is
         calls.append(_Call(name, inner, params_of_inner, path_of_state))
     return calls
@@ -287,9 +285,8 @@ def is_wrapper(tx: Transform) -> bool:
     combinator = tx.declaration.combinator
     if not tx.children or combinator.in_sequence:  # it calls none, or is a chain
         return False
-    if (
-        combinator.own_locality is Locality.TREE
-    ):  # it reads all leaves, which is allowed if it only sums over them
+    # It reads all leaves, which is allowed if it only sums over them.
+    if combinator.own_locality is Locality.TREE:
         return sums_over_leaves(tx)
     return combinator.own_locality is Locality.ELEMENT
 
@@ -403,9 +400,8 @@ def with_inner(tx: Transform, inner_transforms: Sequence[Transform]) -> Transfor
     member_names = chain_entries(tx)
     if member_names is None:
         return tx.with_children(inner_transforms)
-    return as_chain(
-        dict(zip(member_names, inner_transforms, strict=True))
-    )  # with the names of the former members
+    # With the names of the former members.
+    return as_chain(dict(zip(member_names, inner_transforms, strict=True)))
 
 
 def as_chain(members: Mapping[str, Transform]) -> Transform:

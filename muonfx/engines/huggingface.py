@@ -266,9 +266,8 @@ class MuonMixin:
             optimizer_class = self.optimizer_cls_and_kwargs[0]
             argument = "optimizer_cls_and_kwargs"
         else:
-            optimizer_class = type(
-                getattr(self, "optimizer", None)
-            )  # a later call has the optimizer of the first
+            # a later call has the optimizer of the first
+            optimizer_class = type(getattr(self, "optimizer", None))
             argument = "optimizers"
         # No optimizer was given, or Muon was given explicitly.
         if optimizer_class is type(None) or optimizer_class.__module__.startswith("muonfx."):

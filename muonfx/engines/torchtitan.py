@@ -106,10 +106,8 @@ class _MuonContainerMethods:
         """Make a `Muon` for each model part, such as a stage of a pipeline."""
         _require_same_fields(config, _container_of_torchtitan().Config())
         rates = {"lr": config.lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
-        options = {
-            **rates,
-            **with_parts(config.options),
-        }  # values from a file become transforms and dtypes
+        # Values from a file become transforms and dtypes.
+        options = {**rates, **with_parts(config.options)}
         self.model_parts = model_parts
         self.optimizers = []
         all_params: list[Tensor] = []
@@ -278,9 +276,8 @@ def _saved_chains(flat: dict[str, Any], optimizer: Any) -> dict[str, SavedChain]
     """
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     chain_of: dict[str, SavedChain] = {}
-    for name, plain_name in unwrapped(
-        names
-    ).items():  # without the components of wrappers, such as "_orig_mod"
+    # Without the components of wrappers, such as "_orig_mod".
+    for name, plain_name in unwrapped(names).items():
         chains_of_group = flat.get(f"param_groups.{name}.{CHAINS}")
         if chains_of_group:
             chain_of[name] = ChainRecord.from_text(chains_of_group).chain_of(plain_name)

@@ -115,9 +115,8 @@ class Diagnosis(Shown):
         Parameters with the same name in all layers have one row, "blocks.*.up (12)", and their rows below it. The lines
         after the table explain its columns.
         """
-        rows_of_role: dict[
-            str, list[ParameterDiagnosis]
-        ] = {}  # by the name with "*" for numbers: "blocks.*.up"
+        # By the name with "*" for numbers: "blocks.*.up".
+        rows_of_role: dict[str, list[ParameterDiagnosis]] = {}
         for row in self.rows:
             rows_of_role.setdefault(row.role, []).append(row)
         table_rows = [_row_of_role(role, rows) for role, rows in rows_of_role.items()]
@@ -454,9 +453,8 @@ def _normalized(x: Tensor, coefficients: polar.Coefficients) -> Tensor:
 
 def _singular_values(x: Tensor) -> Tensor:
     """Return singular values (b, n) of float64 matrices (b, n, m), ascending; accurate to 1e-8 of the largest."""
-    return (
-        torch.linalg.eigvalsh(x @ x.mT).clamp(min=0).sqrt().cpu()
-    )  # cheaper than an SVD of long matrices
+    # Cheaper than an SVD of long matrices.
+    return torch.linalg.eigvalsh(x @ x.mT).clamp(min=0).sqrt().cpu()
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -118,9 +118,8 @@ class Summary(Shown):
     def _text_titles(self) -> list[str]:
         """The titles of the columns between the path and the bytes: "shape", "dtype", and others if they are needed."""
         titles = ["shape", "dtype"]
-        if any(
-            leaf.device not in ("", "meta", "cpu") for leaf in self.leaves
-        ):  # a leaf is on an accelerator
+        # a leaf is on an accelerator
+        if any(leaf.device not in ("", "meta", "cpu") for leaf in self.leaves):
             titles.append("device")
         if self.ranks is not None:  # the leaves are sharded over ranks
             titles.append("owner")
@@ -146,9 +145,8 @@ class Summary(Shown):
         """
         path = leaves[0].path
         if len(leaves) == 1:
-            title = (
-                ".".join(path[depth:]) or "-"
-            )  # a tree that is a single tensor has an empty path
+            # a tree that is a single tensor has an empty path
+            title = ".".join(path[depth:]) or "-"
             return self._sum_row(title, leaves, _texts(leaves[0]))
         # The title has all entries that the paths share, "adam" and "mu". The loop ends, since no two paths are equal.
         end = depth + 1
@@ -159,9 +157,8 @@ class Summary(Shown):
 
     def _footers(self) -> list[Row]:
         """Return the last rows of the table: the total of all tensors, and of each dtype if there are several."""
-        tensors = [
-            leaf for leaf in self.leaves if leaf.shape is not None
-        ]  # others are None, or no tensors
+        # Others are None, or no tensors.
+        tensors = [leaf for leaf in self.leaves if leaf.shape is not None]
         tensors_of_dtype: dict[str, list[LeafSummary]] = {}
         for leaf in tensors:
             tensors_of_dtype.setdefault(leaf.dtype, []).append(leaf)
@@ -409,9 +406,8 @@ def _summary_over_ranks(tx: Sharded, state: PyTree, local_params: PyTree) -> Sum
     # the first use, it also has meta tensors like the parameters, which take their place.
     binding, inner_tx, bound_params = binding_of(tx, local_params)
     layout = binding.layout
-    placements = describe_state(
-        binding, inner_tx, bound_params
-    )  # for each tensor of the state, the ranks that hold it
+    # For each tensor of the state, the ranks that hold it.
+    placements = describe_state(binding, inner_tx, bound_params)
     shards = local_state(binding, inner_tx, bound_params, state)
     binding.check_state(inner_tx, local_tree(bound_params), shards, with_dtypes=False)
     summaries: list[LeafSummary] = []
@@ -479,12 +475,10 @@ def _parts_of(placement: LeafPlacement, layout: Layout) -> list[_Part]:
     # The owner of a matrix, the rank that computes its update, holds its state.
     parts: list[_Part] = []
     for shard in placement.shards:
-        start, stop = interval_of(
-            placement, shard
-        )  # the elements of these matrices in the flattened leaf
-        owners = (
-            every_rank if shard.owner is None else [shard.owner]
-        )  # without an owner, every rank computes them
+        # The elements of these matrices in the flattened leaf.
+        start, stop = interval_of(placement, shard)
+        # Without an owner, every rank computes them.
+        owners = every_rank if shard.owner is None else [shard.owner]
         parts.append(_Part(stop - start, owners))
     return parts
 

@@ -60,9 +60,8 @@ def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset
     for member in members:
         if get_origin(member) is Literal:
             choices = get_args(member)
-            type_names.update(
-                map(repr, choices)
-            )  # strings in quotes, which names of types do not have
+            # Strings in quotes, which names of types do not have.
+            type_names.update(map(repr, choices))
             has_plain_type |= str in map(type, choices)
         else:
             name = getattr(member, "__name__", str(member))
@@ -175,9 +174,8 @@ def _advice_for(value: Any, type_names: frozenset[str]) -> str:
             advice = advice_for_text(value)
         return advice
     # A factory is a function that returns a schedule or a dtype. It was passed without a call.
-    if _is_factory(value) and not type_names.isdisjoint(
-        {"float", "QuantizedDtype"}
-    ):  # such as int8 without ()
+    # Such as int8 without ()
+    if _is_factory(value) and not type_names.isdisjoint({"float", "QuantizedDtype"}):
         return f": call it, as in {value.__name__}()"
     if "float" in type_names:
         return _advice_for_number(value)
@@ -201,9 +199,8 @@ def advice_for_text(value: object) -> str:
 
 def _is_factory(value: Any) -> bool:
     """Return True for a function such as `muonfx.int8` or `muonfx.linear_schedule`, which returns a recorded value."""
-    return hasattr(
-        value, "definition"
-    )  # the decorator is defined in a module that imports this one
+    # The decorator is defined in a module that imports this one.
+    return hasattr(value, "definition")
 
 
 def _advice_for_number(value: Any) -> str:
@@ -251,10 +248,8 @@ def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
         return "str" in type_names or repr(value) in type_names
     if isinstance(value, Tensor) and "float" in type_names:
         return is_real_number(value)
-    for (
-        kind,
-        accepting_names,
-    ) in _ACCEPTED_AS:  # such as int, which is accepted as "int" and "float"
+    # Such as int, which is accepted as "int" and "float".
+    for kind, accepting_names in _ACCEPTED_AS:
         if isinstance(value, kind):
             return not type_names.isdisjoint(accepting_names)
     if is_symbolic(value):  # in place of a number, while a compiler traces
@@ -357,9 +352,8 @@ def close_names(wrong: str, names: Iterable[str], level: str = ".") -> list[str]
     name_with_part: dict[str, str] = {}  # "attn.q": "blocks.0.attn.q"
     for name in names:
         components = name.lower().split(level)
-        last_start = max(
-            0, len(components) - length
-        )  # a name of fewer components is compared as a whole
+        # a name of fewer components is compared as a whole
+        last_start = max(0, len(components) - length)
         for start in range(last_start + 1):
             part = level.join(components[start : start + length])
             name_with_part.setdefault(part, name)
@@ -559,9 +553,8 @@ def accepted_types_of(
     """
     # Annotations in quotes are evaluated in the module that defines the function or class.
     inner = inspect.unwrap(function)
-    names = getattr(inner, "__globals__", None) or vars(
-        sys.modules[inner.__module__]
-    )  # a class has no globals
+    # a class has no globals
+    names = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])
     types_of_parameter: dict[str, frozenset[str]] = {}
     for name, parameter in parameters.items():
         types_of_parameter[name] = frozenset()  # nothing is checked

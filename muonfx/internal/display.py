@@ -69,9 +69,8 @@ class Table:
         head = list(map(printable, self.titles))
         body = _lines(self.rows, depth)
         foot = _lines(self.footers, depth)
-        columns = zip_longest(
-            head, *body, *foot, fillvalue=""
-        )  # a row may have fewer cells than others
+        # a row may have fewer cells than others
+        columns = zip_longest(head, *body, *foot, fillvalue="")
         aligned_columns = list(map(self._aligned, count(), columns))
         lines = ["  ".join(cells).rstrip() for cells in zip(*aligned_columns, strict=True)]
         if foot:  # below a line, after the head and the body

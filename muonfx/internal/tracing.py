@@ -42,9 +42,8 @@ functorch_is_active: Callable[[], bool] = _C._are_functorch_transforms_active
 
 def on_device_of(function: Callable[[Tensor], T], x: Tensor) -> T:
     """Return ``function(x)``, in which new tensors are on the device of ``x`` even if a default device is set."""
-    if (
-        torch.compiler.is_compiling() or not _C._len_torch_function_stack()
-    ):  # a default device is a mode on this stack
+    # a default device is a mode on this stack
+    if torch.compiler.is_compiling() or not _C._len_torch_function_stack():
         return function(x)
     with x.device:
         return function(x)
@@ -109,9 +108,8 @@ def fixed(number: Number) -> Number:
     """
     if not is_traced(number):
         return number
-    from torch.fx.experimental.symbolic_shapes import (
-        guard_scalar,
-    )  # slow to import, and loaded if a tracer runs
+    # Slow to import, and loaded if a tracer runs.
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
 
     return guard_scalar(number)  # pyright: ignore[reportReturnType]
 
@@ -133,9 +131,8 @@ def is_watched(*xs: Tensor) -> bool:
     """Return True if autograd, ``torch.func`` or the compiler records these tensors; none may be overwritten then."""
     if torch.compiler.is_compiling() or functorch_is_active():
         return True
-    if (
-        forward_ad._current_level >= 0
-    ):  # within forward_ad.dual_level(), a tensor may carry a tangent
+    # Within forward_ad.dual_level(), a tensor may carry a tangent.
+    if forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
 

@@ -149,9 +149,8 @@ def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers]) -> Tr
         groups: the parameter names and the current numbers of each group.
     """
     numbers, names_that_differ = common_numbers(groups)
-    tx = with_hyperparams(
-        tx, numbers
-    )  # the same object if no number has changed, as at construction
+    # The same object if no number has changed, as at construction.
+    tx = with_hyperparams(tx, numbers)
     if not names_that_differ:  # usually: all groups have the same numbers
         return tx
     return _split_by_groups(tx, root, groups, names_that_differ)
@@ -174,9 +173,8 @@ def _split_by_groups(
     """
     # The numbers of `tx` itself. Numbers of a transform that it calls are in the record of that transform.
     names_of_tx = [name for name in visited.numbers.names if name in names_that_differ]
-    if names_of_tx and runs_once(
-        visited
-    ):  # such as a norm of all parameters, which reads one value for all groups
+    # Such as a norm of all parameters, which reads one value for all groups.
+    if names_of_tx and runs_once(visited):
         _require_tensors(visited, names_of_tx, groups)
     elif names_of_tx:  # such as momentum, which can run for the parameters of each group separately
         return _with_versions(tx, visited, groups)
@@ -253,9 +251,8 @@ def _keeps_a_number(visited: Visit) -> bool:
     an integer, and the same in all runs.
     """
     state = visited.tx.functions.init(visited.params)  # on meta tensors, so that it takes no memory
-    names = parameters_of(
-        state, visited.params
-    )  # of the parameter to which each leaf of the state belongs, or None
+    # Of the parameter to which each leaf of the state belongs, or None.
+    names = parameters_of(state, visited.params)
     for leaf, name in zip(tree.leaves(state), names, strict=True):
         if name is None and isinstance(leaf, Tensor) and leaf.is_floating_point():
             return True

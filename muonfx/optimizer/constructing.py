@@ -117,9 +117,8 @@ def _group_of_meshes(params: Any) -> dist.ProcessGroup | None:
         tensors = params.parameters()
     meshes = {tensor.device_mesh for tensor in tensors if is_dtensor(tensor)}
     mesh_sizes = {mesh.size() for mesh in meshes}
-    if (
-        dist.get_world_size() in mesh_sizes
-    ):  # other meshes, as of norms under tensor parallelism, are parts of it
+    # Other meshes, as of norms under tensor parallelism, are parts of it.
+    if dist.get_world_size() in mesh_sizes:
         return dist.group.WORLD
     if len(meshes) == 1:
         mesh = meshes.pop()

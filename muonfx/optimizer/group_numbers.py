@@ -426,11 +426,8 @@ def with_python_numbers(value: Any) -> Any:
     """
     if type(value) in (tuple, list):
         return type(value)(map(with_python_numbers, value))
-    is_plain = type(value) in (
-        bool,
-        int,
-        float,
-    )  # numpy's float64 is a subclass of float, and must be converted
+    # numpy's float64 is a subclass of float, and must be converted
+    is_plain = type(value) in (bool, int, float)
     if is_plain or not isinstance(value, Real):
         return value
     if isinstance(value, Integral):
@@ -467,13 +464,11 @@ def require_in_range(
                 continue
             message = _message_of_transform(tx, {name: numbers[name]}, defaults)
             if message is not None:
-                key = (
-                    f"{hyperparam.key}[{index}]" if hyperparam.is_tuple else hyperparam.key
-                )  # such as "betas[1]"
+                # Such as "betas[1]".
+                key = f"{hyperparam.key}[{index}]" if hyperparam.is_tuple else hyperparam.key
                 raise ValueError(_refusal(key, name, message)) from None  # also within a handler
-    raise ValueError(
-        f"numbers in a group: {message_of_all}"
-    ) from None  # no single number is the cause
+    # No single number is the cause.
+    raise ValueError(f"numbers in a group: {message_of_all}") from None
 
 
 def _message_of_transform(tx: Transform, numbers: Numbers, defaults: Numbers) -> str | None:

@@ -37,9 +37,8 @@ def apart_from(tensors: Iterable[object], loads: Iterable[Load]) -> list[Load]:
     addresses = {_address(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
     separate: list[Load] = []
     for load in loads:
-        if (
-            _address(load.value) in addresses
-        ):  # its values could be overwritten before they are copied
+        # Its values could be overwritten before they are copied.
+        if _address(load.value) in addresses:
             load = load._replace(value=load.value.clone())
         separate.append(load)
     return separate
@@ -161,9 +160,8 @@ def require_same_position(value: DTensor, mesh: DeviceMesh) -> None:
     The mesh (the ranks of a DTensor) in the file keeps the coordinates of the rank that saved it. They are compared
     with the coordinates of this process in ``mesh``.
     """
-    saved_position = (
-        value.device_mesh.get_coordinate()
-    )  # such as [0, 1]; None for a rank that is not in the mesh
+    # Such as [0, 1]; None for a rank that is not in the mesh.
+    saved_position = value.device_mesh.get_coordinate()
     position = mesh.get_coordinate()
     has_same_shard = saved_position == position
     if saved_position and position:

@@ -127,7 +127,8 @@ def _lost_decays(
     lost_changes: dict[str, float] = {}
     for tracked in groups:
         names = [name for name in tracked.names if name in params]
-        if not names:  # the rate and the decay of other groups are not read: tensors on the meta device have no values
+        # The rate and the decay of other groups are not read: tensors on the meta device have no values.
+        if not names:
             continue
         decay = float(tracked.group.get("weight_decay", 0.0))
         if decay == 0.0:
@@ -148,9 +149,8 @@ def _lost_updates(
     For example, Muon with lr 2e-5 has updates with a root mean square (rms) of 4e-6. Where the weights have an rms of
     0.02, the result is ``{"weight": 0.0002}``: in bfloat16, most elements keep their values.
     """
-    size_of = _update_sizes(
-        stepping, params
-    )  # the rms of updates at the rate 1; without those that are unknown
+    # The rms of updates at the rate 1; without those that are unknown.
+    size_of = _update_sizes(stepping, params)
     lost_updates: dict[str, float] = {}
     for tracked in groups:
         names = [name for name in tracked.names if name in size_of]
@@ -174,12 +174,10 @@ def _update_sizes(stepping: Stepping, params: NamedTensors) -> dict[str, float]:
     most about this size, and usually less.
     """
     size_of: dict[str, float] = {}
-    unknown: set[str] = (
-        set()
-    )  # the names of parameters that a transform of another kind updates, too
-    for visited in (
-        stepping.visits
-    ):  # each transform with the names of its parameters, in the order of the chain
+    # The names of parameters that a transform of another kind updates, too.
+    unknown: set[str] = set()
+    # Each transform with the names of its parameters, in the order of the chain.
+    for visited in stepping.visits:
         names = [name for name in visited.param_names if name in params]
         if visited.tx.factory not in _SIZES_KNOWN:
             unknown.update(names)
@@ -209,9 +207,8 @@ def _size_after(tx: Transform, name: str, param: Tensor, size: float | None) -> 
     if tx.factory is orthogonalize and is_matrix:
         # The rms of an orthogonal matrix. If the parameter has several matrices, they are smaller.
         return 1.0 / max(param.shape[-2:]) ** 0.5
-    if (
-        tx.factory is scale_each and size is not None
-    ):  # `scale_by_shape`, with a factor for each parameter
+    # `scale_by_shape`, with a factor for each parameter
+    if tx.factory is scale_each and size is not None:
         factor_of: Mapping[str, float] = tx.arguments["factors"]
         return size * factor_of.get(name, 1.0)
     return size  # the others do not change it
@@ -267,23 +264,19 @@ def _largest_rate(tx: Transform, tracked: TrackedGroup) -> float:
     if "lr" in tracked.numbers.keys:  # the rate is a number in the group, not a schedule
         first_rate = tracked.numbers.requested_entries.get("lr", 0.0)
         largest = 0.0
-        for rate in (
-            tracked.group["lr"],
-            first_rate,
-        ):  # a scheduler may have begun a warmup at a low rate
+        # a scheduler may have begun a warmup at a low rate
+        for rate in (tracked.group["lr"], first_rate):
             is_without_value = isinstance(rate, Tensor) and rate.is_meta
             if not is_without_value:
                 largest = max(largest, float(rate))
         return largest
     schedules = schedules_in(tx)  # by dotted name
     largest = 0.0
-    for name in schedules_of(
-        tx, tracked
-    ):  # of this group, such as "scale_by_learning_rate.learning_rate"
+    # Of this group, such as "scale_by_learning_rate.learning_rate".
+    for name in schedules_of(tx, tracked):
         argument = name.split(".")[-1]
-        if (
-            argument != "learning_rate"
-        ):  # a schedule of another number, such as the decay of a momentum
+        # a schedule of another number, such as the decay of a momentum
+        if argument != "learning_rate":
             continue
         rate_at = schedules[name]
         for count in _COUNTS:

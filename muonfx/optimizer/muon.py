@@ -159,9 +159,8 @@ class Muon(TransformOptimizer):
         ... ).name
         'partition'
         """
-        bound = bind(
-            "Muon", _signature_of_transform(), (params, lr), options
-        )  # raises for an unknown option
+        # Raises for an unknown option.
+        bound = bind("Muon", _signature_of_transform(), (params, lr), options)
         bound.apply_defaults()  # the defaults of `Muon`
         return _transform(**bound.arguments)
 

@@ -97,9 +97,8 @@ def _default_bucket_bytes(params: NamedTensors) -> int:
     bucket_bytes = smallest_on_cpu
     for param in params.values():
         smallest = SMALL_BUCKET_ON_CUDA if param.is_cuda else smallest_on_cpu
-        param_bytes = (
-            param.numel() * param.element_size()
-        )  # not `nbytes`, which sparse parameters lack
+        # Not `nbytes`, which sparse parameters lack.
+        param_bytes = param.numel() * param.element_size()
         bucket_bytes = max(bucket_bytes, smallest, param_bytes)
     return bucket_bytes
 
@@ -152,12 +151,10 @@ class SteppingOverRanks(Stepping):
 
     # `init` sets the following attributes, because they depend on the parameters.
     _device: torch.device  # of this rank's parameters
-    _placements: Sequence[
-        LeafPlacement | None
-    ]  # of each leaf of the state: its shape, and the ranks that hold it
-    _on_one_rank: dict[
-        int, LeafPlacement
-    ]  # by index, the leaves that `optimizer.state` shows on one rank only
+    # Of each leaf of the state: its shape, and the ranks that hold it.
+    _placements: Sequence[LeafPlacement | None]
+    # By index, the leaves that `optimizer.state` shows on one rank only.
+    _on_one_rank: dict[int, LeafPlacement]
 
     def __init__(
         self,
@@ -206,9 +203,8 @@ class SteppingOverRanks(Stepping):
         local_params = {name: local_of(param) for name, param in params.items()}
         state = init_sharded(self.binding, self._progress, self.inner, local_params)
         with self.errors_on_all_ranks():
-            self._record_placements(
-                local_params
-            )  # which rank has which part of the state: the next lines read it
+            # Which rank has which part of the state: the next lines read it.
+            self._record_placements(local_params)
             self.refresh(params, groups)  # reads the hyperparameters
             state = self._with_former_values(state, former)
         self.is_true_on_any_rank(False)  # receives the error of a rank that failed in the block
@@ -237,9 +233,8 @@ class SteppingOverRanks(Stepping):
         """
         if not self._is_distributed or not placement.owned:
             return False
-        if all(
-            shard.owner is None for shard in placement.shards
-        ):  # all ranks compute all of its matrices
+        # All ranks compute all of its matrices.
+        if all(shard.owner is None for shard in placement.shards):
             return False
         return not self._is_shown_by_dtensor(placement)
 
@@ -261,14 +256,12 @@ class SteppingOverRanks(Stepping):
         the new state at this ``index``. If the shapes do not fit, return ``leaf`` itself.
         """
         placement = self._placements[index]  # which rank has which part
-        if (
-            placement is None or tuple(full_value.shape) != placement.shape
-        ):  # no tensor, or of another shape
+        # No tensor, or of another shape.
+        if placement is None or tuple(full_value.shape) != placement.shape:
             return leaf
         full_value = full_value.to(self._device)
-        if (
-            placement.name is None
-        ):  # of no parameter, such as a step count: every rank has it in full
+        # Of no parameter, such as a step count: every rank has it in full.
+        if placement.name is None:
             return full_value
         if placement.owned:
             return _part_of_owner(placement, full_value)
@@ -279,16 +272,13 @@ class SteppingOverRanks(Stepping):
 
         ``index`` is the index of the tensor in the state, and ``leaf`` is this rank's part, such as half of its rows.
         """
-        placement = self._placements[
-            index
-        ]  # the parameter to which it belongs, and which rank has which part
-        if (
-            placement is None or placement.name is None
-        ):  # of no parameter: every rank has it in full
+        # The parameter to which it belongs, and which rank has which part.
+        placement = self._placements[index]
+        # Of no parameter: every rank has it in full.
+        if placement is None or placement.name is None:
             return leaf
-        if (
-            placement.owned and self._is_distributed
-        ):  # each rank has the part for the matrices that it computes
+        # Each rank has the part for the matrices that it computes.
+        if placement.owned and self._is_distributed:
             return Gathering(self.layout, self._device, {index: placement}, {index: leaf}).wait()[
                 index
             ]
@@ -307,13 +297,11 @@ class SteppingOverRanks(Stepping):
         - The leaf itself, if this rank has it in full, such as a step count.
         """
         placement = self._placements[index]  # which rank has which part
-        if (
-            placement is None or placement.name is None
-        ):  # of no parameter: every rank has it in full
+        # Of no parameter: every rank has it in full.
+        if placement is None or placement.name is None:
             return leaf
-        dtensor = leaf_to_dtensor(
-            self.binding, placement, leaf
-        )  # the leaf itself, if the parameter is a plain tensor
+        # The leaf itself, if the parameter is a plain tensor.
+        dtensor = leaf_to_dtensor(self.binding, placement, leaf)
         if is_dtensor(dtensor):
             return dtensor
         full_or_interval = global_leaf(self.binding, self._device, placement, leaf)
@@ -331,9 +319,8 @@ class SteppingOverRanks(Stepping):
         """
         if self._gathering is not None:  # the copy that the last step has started
             self._gathering.wait()  # usually complete by now; its buffers must not be freed earlier
-        if (
-            not self._is_replicated or not self._on_one_rank
-        ):  # `exported` gathers the tensors, or there are none
+        # `exported` gathers the tensors, or there are none
+        if not self._is_replicated or not self._on_one_rank:
             return
         parts = dict(enumerate(tree.leaves(state)))
         self._gathering = Gathering(self.layout, self._device, self._on_one_rank, parts)
@@ -360,17 +347,15 @@ class SteppingOverRanks(Stepping):
         tensor is first sent to all ranks. ``leaves`` are this rank's tensors; a tensor of another rank alone is None.
         """
         assert self.layout.group is not None  # there are several ranks
-        wait_for_all(
-            self.layout.group, "state_dict()"
-        )  # raises after a timeout if a rank does not call it
+        # Raises after a timeout if a rank does not call it.
+        wait_for_all(self.layout.group, "state_dict()")
         gathered: dict[int, Any] = {}
         for index, placement in self._on_one_rank.items():
             gathered[index] = self.full_leaf(index, leaves[index])  # sent by the rank that has it
             mesh = self._mesh_of(placement)  # the ranks of its parameter
             if mesh is not None:
-                gathered[index] = _evenly_sharded(
-                    gathered[index], mesh
-                )  # frees the full leaf before the next gather
+                # Frees the full leaf before the next gather.
+                gathered[index] = _evenly_sharded(gathered[index], mesh)
         return gathered
 
     def _mesh_of(self, placement: LeafPlacement) -> DeviceMesh | None:
@@ -390,9 +375,8 @@ class SteppingOverRanks(Stepping):
         ``leaf`` is the tensor that ``optimizer.state`` has now.
         """
         placement = self._placements[index]
-        if (
-            placement is None or not placement.owned
-        ):  # every rank has it, or it is sharded like its parameter
+        # Every rank has it, or it is sharded like its parameter.
+        if placement is None or not placement.owned:
             return on_this_rank(leaf, value)
         if is_whole(value):
             return value
@@ -531,13 +515,11 @@ def _owned_interval(placement: LeafPlacement, full_value: Tensor) -> Tensor:
 
 def _part_of_owner(placement: LeafPlacement, full_value: Tensor) -> Tensor | None:
     """Return the part of a full state tensor for the matrices that this rank computes; None if it computes none."""
-    if (
-        placement.local is None or placement.shard is None
-    ):  # other ranks own the matrices of this parameter
+    # Other ranks own the matrices of this parameter.
+    if placement.local is None or placement.shard is None:
         return None
-    return _owned_interval(placement, full_value).view(
-        placement.local
-    )  # `local` is the shape of this rank's part
+    # `local` is the shape of this rank's part
+    return _owned_interval(placement, full_value).view(placement.local)
 
 
 def _is_on(mesh: DeviceMesh, tensor: object) -> bool:

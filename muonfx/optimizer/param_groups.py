@@ -178,9 +178,8 @@ def new_groups(
         as_one: True for one group, unless the labels have different rates and ``entries`` has none. False to split
             them, so that the same transforms update all parameters of a group.
     """
-    pairs_of = pairs_by_rule(
-        pairs, stepping.rules
-    )  # a rule: the transforms of a parameter, and its label
+    # a rule: the transforms of a parameter, and its label
+    pairs_of = pairs_by_rule(pairs, stepping.rules)
     rules = list(pairs_of)
     if as_one:
         common_entries = with_common_defaults(rules, entries, stepping.defaults)
@@ -207,9 +206,8 @@ def _entries_for(rule: UpdateRule, rules: Sequence[UpdateRule], entries: Group) 
     if len(rules) == 1:  # the group is not split
         return entries
     keys_of_rule = common_keys([rule]).keys()
-    keys_of_others = (
-        common_keys(rules).keys() - keys_of_rule - NOT_HYPERPARAMS
-    )  # such as "momentum" for "adamw"
+    # Such as "momentum" for "adamw".
+    keys_of_others = common_keys(rules).keys() - keys_of_rule - NOT_HYPERPARAMS
     left_out = keys_of_others | keys_by_label(rules)  # also "muon.lr" and "adamw.lr"
     entries_of_rule = {key: value for key, value in entries.items() if key not in left_out}
     # A value for this label alone, such as "adamw.lr", replaces a value for all labels.
@@ -252,16 +250,14 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     Transforms have dotted names for their numbers. So the entries, such as "momentum", are converted to numbers by
     dotted name, "muon.momentum.decay", and back.
     """
-    defaults = (
-        stepping.defaults
-    )  # the transform's numbers by dotted name: {"muon.momentum.decay": 0.95}
+    # The transform's numbers by dotted name: {"muon.momentum.decay": 0.95}.
+    defaults = stepping.defaults
     # With a key such as "weight_decay" if the numbers of all labels are equal.
     entries = with_common_defaults(rules, group, defaults)
     converter = GroupNumbers(group_hyperparams(rules, entries))
     completed = converter.complete(entries, defaults)
-    numbers = {
-        name: own_copy(number) for name, number in completed.items()
-    }  # no other group has the same tensors
+    # No other group has the same tensors.
+    numbers = {name: own_copy(number) for name, number in completed.items()}
     has_numbers = any(key in group for key in converter.keys)
     if has_numbers:  # else they come from the transform, which has checked them
         require_in_range(stepping.tx, converter.hyperparams, numbers, defaults)

@@ -52,9 +52,8 @@ def schedules_in(tx: Transform) -> dict[str, Schedule]:
     A schedule may be made from other schedules, such as a warmup and a decay. These parts are left out.
     """
     schedules: dict[str, Schedule] = {}
-    for name, value in walk(
-        tx
-    ):  # a schedule comes before its parts, whose names begin with its name
+    # a schedule comes before its parts, whose names begin with its name
+    for name, value in walk(tx):
         is_part = any(name.startswith(f"{outer}.") for outer in schedules)
         if isinstance(value, Schedule) and not is_part:
             schedules[name] = value
@@ -149,9 +148,8 @@ def entries_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) -> Group
     from_code = key_prefixes(tracked, _changed_schedules(tx, tracked, saved))
     entries: Group = {}
     for key, value in saved.items():
-        is_from_code = isinstance(key, str) and key.startswith(
-            from_code
-        )  # False for all if no schedule has changed
+        # False for all if no schedule has changed.
+        is_from_code = isinstance(key, str) and key.startswith(from_code)
         if key not in _NOT_TAKEN and not is_from_code:
             entries[key] = value
     return copy.deepcopy(entries)  # no tensor or list in common with the state dict
@@ -162,9 +160,8 @@ def require_numbers_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) 
 
     For example, the "lr" of a state dict that was read from YAML may be the text "1e-3".
     """
-    numbers = tracked.numbers.parse(
-        entries_to_load(tx, tracked, saved)
-    )  # raises if one is no number
+    # Raises if one is no number.
+    numbers = tracked.numbers.parse(entries_to_load(tx, tracked, saved))
     require_in_range(tx, tracked.numbers.hyperparams, numbers, hyperparams(tx))
 
 
@@ -249,9 +246,8 @@ def _comparable_keys(tracked: TrackedGroup, saved: Group) -> list[str]:
     """
     keys: list[str] = []
     for key in tracked.numbers.keys:
-        if (
-            key not in saved or key in tracked.numbers.mirrors
-        ):  # "momentum" is a mirror of the first of "betas"
+        # "momentum" is a mirror of the first of "betas"
+        if key not in saved or key in tracked.numbers.mirrors:
             continue
         if not _is_cycled(key, tracked.group, saved):
             keys.append(key)

@@ -50,9 +50,8 @@ def chains_of(visited: Stepping | VisitedTransform, names: Iterable[str]) -> dic
         visited: has the optimizer's transform, and the list of transforms that update each parameter.
         names: the names of the parameters.
     """
-    arguments = _arguments_by_name(
-        visited.inner
-    )  # such as labels: they have a value for each parameter
+    # Such as labels: they have a value for each parameter.
+    arguments = _arguments_by_name(visited.inner)
     # To create the chain of many parameters once: they have equal chains if the same transforms update them, and their
     # labels, patterns and values of masks are equal.
     chain_of_key: dict[tuple[object, ...], Transform] = {}
@@ -104,9 +103,8 @@ def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
         if name in call.param_names:  # the inner transform updates the parameter
             inner_chains.append(_chain_of(name, child, call))
         else:
-            inner_chains.append(
-                identity()
-            )  # keeps the number of inner transforms, as `with_children` requires
+            # Keeps the number of inner transforms, as `with_children` requires.
+            inner_chains.append(identity())
     chain_of_name = _for_parameter(tx.with_children(inner_chains), name)
     return _without_schedules(chain_of_name)
 

@@ -102,16 +102,14 @@ def _named_by_path(saved_groups: SavedGroups, groups: Sequence[TrackedGroup]) ->
     [{'params': ['bias', 'weight'], 'param_names': ['bias', 'weight']}]
     """
     paths = [path for saved in saved_groups for path in saved.get("params", ())]
-    if not paths or not all(
-        isinstance(path, str) for path in paths
-    ):  # numbers, as state_dict() returns them
+    # Numbers, as state_dict() returns them.
+    if not paths or not all(isinstance(path, str) for path in paths):
         return saved_groups
     names = _names_in(groups)
     # Compare without the prefixes of wrappers, such as "module." of DistributedDataParallel.
     plain_paths = set(unwrapped(paths).values())
-    if plain_paths.issuperset(
-        unwrapped(names).values()
-    ):  # all names of this optimizer are among the paths
+    # All names of this optimizer are among the paths.
+    if plain_paths.issuperset(unwrapped(names).values()):
         return [{**saved, "param_names": list(saved["params"])} for saved in saved_groups]
     _require_same_order(_saved_names_in(saved_groups), names, paths[0])
     return saved_groups
@@ -176,9 +174,8 @@ def _new_name_of(
     """
     # 1. Remove the prefixes of wrappers, then rename.
     plain_name_of = unwrapped(saved_names)  # {"module.0.weight": "0.weight"}
-    renamed, problems = new_names(
-        plain_name_of, rename, level=".", what="parameter"
-    )  # ... : "layers.0.weight"
+    # ... : "layers.0.weight"
+    renamed, problems = new_names(plain_name_of, rename, level=".", what="parameter")
     # 2. Add the prefixes of this optimizer. A parameter that it lacks gets none.
     prefixed_name_of = {
         plain_name: name for name, plain_name in unwrapped(_names_in(groups)).items()
@@ -362,9 +359,8 @@ def read_state_dict(
     # 1. The saved group of each group.
     saved_groups = groups_with_names(state_dict["param_groups"], groups, rename or {})
     matched_groups = match_groups(saved_groups, groups, not_trained)
-    problems = _missing_hyperparams(
-        stepping.tx, groups, matched_groups
-    )  # a line for each difference
+    # a line for each difference
+    problems = _missing_hyperparams(stepping.tx, groups, matched_groups)
     # 2. The values to copy into the state.
     saved_state_of = _state_by_name(state_dict["state"], saved_groups)
     problems += _other_keys(entries, saved_state_of)

@@ -92,9 +92,8 @@ class StateEntries:
         for index, (owner, path) in enumerate(ownership_of(state, named)):
             # A leaf such as a step count belongs to no single parameter: it is an entry of each of them.
             names = all_names if owner is None else (owner,)
-            leaf = StateLeaf(
-                index, names, path_of(path)
-            )  # the path ("momentum", "trace") becomes "momentum.trace"
+            # The path ("momentum", "trace") becomes "momentum.trace".
+            leaf = StateLeaf(index, names, path_of(path))
             self.leaves.append(leaf)
             for name in names:
                 self.leaves_of[name][leaf.key] = leaf
@@ -183,9 +182,8 @@ class StateEntries:
             if entries is None or len(entries) != len(leaf_of_key):
                 return True
             for key, leaf in leaf_of_key.items():
-                if (
-                    entries.get(key, _NO_ENTRY) is not leaf.shown
-                ):  # another object than `update` has put there
+                # Another object than `update` has put there.
+                if entries.get(key, _NO_ENTRY) is not leaf.shown:
                     return True
         return False
 
@@ -231,9 +229,8 @@ def _names_of_tensors(named: NamedTensors, groups: Iterable[Group]) -> dict[Tens
     for group in groups:
         # Not strict: a group that the caller has edited may have more tensors than names. It is checked later.
         for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
-            name_of.setdefault(
-                param, name
-            )  # a known tensor keeps its name where the caller has put it
+            # a known tensor keeps its name where the caller has put it
+            name_of.setdefault(param, name)
     return name_of
 
 
@@ -281,9 +278,8 @@ def warn_of_shared(entries: StateEntries, emptied: Sequence[str]) -> None:
         entries: the entries of all parameters.
         emptied: the names of the parameters whose entries were removed.
     """
-    shared_keys = [
-        leaf.key for leaf in entries.leaves if len(leaf.names) > 1
-    ]  # such as "scale_by_adam.count"
+    # Such as "scale_by_adam.count".
+    shared_keys = [leaf.key for leaf in entries.leaves if len(leaf.names) > 1]
     # If the entries of all parameters were removed, the count starts again, too, and there is nothing to warn of.
     if shared_keys and 0 < len(emptied) < len(entries.named):
         warn_caller(

@@ -138,9 +138,8 @@ class CommonTensors:
             return
         write_counts: list[int] = []
         for common in self._common_numbers:
-            write_counts += [
-                tensor._version for tensor in common.tensors
-            ]  # torch increases it with every write
+            # Torch increases it with every write.
+            write_counts += [tensor._version for tensor in common.tensors]
         if write_counts == self._write_counts:  # no write since they were last equal
             return
         for visited, name, tensors in self._common_numbers:
@@ -227,9 +226,8 @@ class Stepping:
         momentum of "weight", keeps its value. Others have their initial values.
         """
         check_params(params)
-        warn_of_unmatched(
-            patterns_in(self.tx), params
-        )  # patterns of views, such as "*.qkv", without a parameter
+        # Patterns of views, such as "*.qkv", without a parameter.
+        warn_of_unmatched(patterns_in(self.tx), params)
         # The state does not depend on the numbers in the groups, so the transform from construction creates it.
         state = self._placed_transforms(self.inner, params, self.root).functions.init(params)
         self.refresh(params, groups)  # also raises if a number in the groups is out of range
@@ -363,9 +361,8 @@ class Stepping:
         """
         tx = for_groups(self.inner, self.root, self._members(groups))
         if torch.compiler.is_compiling() and self._accumulates():
-            tx = as_tensors(
-                tx
-            )  # torch.cond, which `accumulate` calls, accepts no float that changes between calls
+            # torch.cond, which `accumulate` calls, accepts no float that changes between calls
+            tx = as_tensors(tx)
         return prepared(tx)
 
     def _accumulates(self) -> bool:
@@ -408,9 +405,8 @@ class Stepping:
         read_numbers(groups)
         tx = self._with_numbers(groups)
         is_offloaded = self.inner is not self.tx
-        if (
-            is_offloaded
-        ):  # `self.tx` is ``offload(self.inner)``: put `offload` around the transform again
+        # `self.tx` is ``offload(self.inner)``: put `offload` around the transform again
+        if is_offloaded:
             tx = self.tx.replace(tx=tx)
         leaves, treedef = tree.flatten(state)
         whole_leaves = [self.full_leaf(index, leaf) for index, leaf in enumerate(leaves)]
@@ -422,9 +418,8 @@ class Stepping:
         First it is *placed*: divided into buckets of parameters, and connected with the memory of the state. This takes
         long, so if only numbers have changed since the last call, they are put into the transform that is placed.
         """
-        if (
-            tx.structure is self._placed_structure
-        ):  # only numbers have changed, such as the learning rate
+        # Only numbers have changed, such as the learning rate.
+        if tx.structure is self._placed_structure:
             current = with_numbers(self._current, iter(numbers_of(tx)))
         else:  # the first time, or `by_groups` has replaced a part
             current = self._placed_transforms(tx, params)
@@ -452,9 +447,8 @@ class Stepping:
 
 def _with_separate_memory(call: Arguments) -> Arguments:
     """Return the arguments of a step, in which donated tensors, which it may overwrite, share no memory with others."""
-    if (
-        torch.compiler.is_compiling()
-    ):  # a trace cannot compare memory; only the optimizer holds the state
+    # a trace cannot compare memory; only the optimizer holds the state
+    if torch.compiler.is_compiling():
         donate = Donation(updates=False, state=True)
         return Arguments(call.updates, call.state, call.params, donate, call.extras)
     # Copies each donated tensor that shares memory with another one.

@@ -70,14 +70,12 @@ class TrackedGroups:
             return False
         tracked_parameters = self._parameters.tracked
         for group, tracked in zip(groups, self.groups, strict=True):
-            if (
-                group is not tracked.group or group.get("param_names") != tracked.names
-            ):  # another dict, or renamed
+            # Another dict, or renamed.
+            if group is not tracked.group or group.get("param_names") != tracked.names:
                 return False
             params = [tracked_parameters[name].param for name in tracked.names]
-            if len(group["params"]) != len(params) or not all(
-                map(is_, group["params"], params)
-            ):  # other tensors
+            # Other tensors.
+            if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
                 return False
         return True
 
@@ -95,16 +93,14 @@ class TrackedGroups:
         names: list[str] = list(group["param_names"])
         # Usually one rule. The parameters of a group with the labels "muon" and "adamw" have two.
         distinct = distinct_rules(names, rules)
-        hyperparams = group_hyperparams(
-            distinct, group
-        )  # the keys of the group, with the numbers that they set
+        # The keys of the group, with the numbers that they set.
+        hyperparams = group_hyperparams(distinct, group)
         # The former object remembers the numbers that it has read last: if "momentum" and "betas" differ in the next
         # step, the one that was changed since the last step counts. It is not changed: an error may bring it back.
         numbers = GroupNumbers(hyperparams, self._former_numbers(group, names))
         keys_without_effect = keys_by_label(distinct) - set(numbers.keys)
-        for key in (
-            keys_without_effect
-        ):  # such as "adamw.weight_decay" if the group has "weight_decay" for all labels
+        # Such as "adamw.weight_decay" if the group has "weight_decay" for all labels.
+        for key in keys_without_effect:
             group.pop(key, None)
         return TrackedGroup(group, names, numbers)
 
@@ -154,9 +150,8 @@ class TrackedGroups:
         Warn once of a misspelt key, such as "weight_dacay". ``rules`` has the transforms and hyperparameters of each
         parameter, by name.
         """
-        if (
-            self._count_keys() == self._key_counts
-        ):  # at every step: counting keys is faster than comparing them
+        # At every step: counting keys is faster than comparing them.
+        if self._count_keys() == self._key_counts:
             return
         # For example, "weight_decay" now replaces the keys "muon.weight_decay" and "adamw.weight_decay" of a group.
         self.record([tracked.group for tracked in self.groups], rules)
@@ -180,9 +175,8 @@ class TrackedGroups:
         all_keys = common_keys(set(rules.values())).keys()
         for key, value in entries.items():
             if warn_if_unread(key, value, names[0], group_keys, all_keys):
-                self._reported.add(
-                    key
-                )  # the next step, which reads the keys of all groups, does not warn again
+                # The next step, which reads the keys of all groups, does not warn again.
+                self._reported.add(key)
 
     def _warn_of_unread_keys(self) -> None:
         """Warn once of each key of a group that looks like a hyperparameter and sets none, such as "weight_dacay"."""
@@ -209,9 +203,8 @@ class TrackedGroups:
             return
         for index, tracked in enumerate(self.groups):
             rate = tracked.group["lr"]
-            is_set = (
-                not isinstance(rate, Tensor) and rate != 0.0
-            )  # 0.0 is the value for groups without a rate
+            # 0.0 is the value for groups without a rate
+            is_set = not isinstance(rate, Tensor) and rate != 0.0
             has_scheduler = "initial_lr" in tracked.group  # which a scheduler adds
             if is_set or has_scheduler:
                 self._has_warned_of_rate = True
@@ -255,12 +248,10 @@ def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRu
         names: the names of the parameters that it has now.
         rules: the transforms and hyperparameters of each parameter, by name.
     """
-    distinct = distinct_rules(
-        names, rules
-    )  # without repetitions, such as the rules of "muon" and "adamw"
-    if (
-        len(distinct) < 2
-    ):  # nothing was moved to other transforms; `GroupNumbers.read` raises for a key that is missing
+    # Without repetitions, such as the rules of "muon" and "adamw".
+    distinct = distinct_rules(names, rules)
+    # Nothing was moved to other transforms; `GroupNumbers.read` raises for a key that is missing.
+    if len(distinct) < 2:
         return
     required_keys = {hyperparam.key for hyperparam in group_hyperparams(distinct, group)}
     if not required_keys <= group.keys():

@@ -55,9 +55,8 @@ def check_usable(named: NamedTensors, layout: Layout | None) -> None:
     Examples are a matrix that FSDP1 has flattened, and a model of which only some parameters are on the meta device.
     """
     is_on_meta = all(param.is_meta for param in named.values())
-    if (
-        not is_on_meta
-    ):  # a whole model on the meta device is accepted: it gets its values before the first step
+    # a whole model on the meta device is accepted: it gets its values before the first step
+    if not is_on_meta:
         check_real(named)
     if layout is None or not layout.is_flat:  # a flat layout describes the tensors of FSDP1
         _require_not_flattened(named)
@@ -91,9 +90,8 @@ def check_real(named: NamedTensors) -> None:
 
     Large models are often created there, without memory, and get their values when they are loaded.
     """
-    names = [
-        name for name, param in named.items() if param.is_meta
-    ]  # a meta tensor has a shape, and no memory
+    # a meta tensor has a shape, and no memory
+    names = [name for name, param in named.items() if param.is_meta]
     if names:
         raise ValueError(
             f"{names[0]!r} is on the meta device, as are {len(names)} of {len(named)} parameters: allocate and load "
@@ -113,9 +111,8 @@ class Position(NamedTuple):
         module = self.module()
         if module is None or self.attribute not in module._parameters:
             return None
-        return module._parameters[
-            self.attribute
-        ]  # TorchScript's mapping of parameters has no method `get`
+        # TorchScript's mapping of parameters has no method `get`
+        return module._parameters[self.attribute]
 
     def in_copy(self, copies: Mapping[int, Any]) -> Position | None:
         """Return the position in the copy of the module, or None if there is none. ``copies`` is by ``id``."""
@@ -247,9 +244,8 @@ class TrackedParameters:
         """
         has_all = True
         names: set[str] = set()
-        for name, param in model.named_parameters(
-            remove_duplicate=False
-        ):  # also the second name of a tied parameter
+        # Also the second name of a tied parameter.
+        for name, param in model.named_parameters(remove_duplicate=False):
             if param in params:
                 names.add(name)
             else:
@@ -287,9 +283,8 @@ class TrackedParameters:
         position_of = self._positions()
         for name, param in named.items():
             position = position_of.get(param)
-            if (
-                position is None and name in self.tracked
-            ):  # the model was deleted, but perhaps not its module
+            # The model was deleted, but perhaps not its module.
+            if position is None and name in self.tracked:
                 former_position = self.tracked[name].position
                 if former_position is not None and former_position.current() is param:
                     position = former_position
@@ -527,9 +522,8 @@ class TrackedParameters:
         """
         name_of = {param: name for name, param in self._others_in_models().items()}
         for name, tracked in self.tracked.items():
-            name_of[tracked.param] = (
-                name  # a tied tensor that is in both keeps the name of its state
-            )
+            # a tied tensor that is in both keeps the name of its state
+            name_of[tracked.param] = name
         return name_of
 
     def names_of(self, groups: Iterable[Group], added: NamedTensors) -> list[list[str]]:
@@ -608,9 +602,8 @@ class TrackedParameters:
             if model is None:  # it was deleted
                 continue
             for name, param in model.named_parameters():
-                is_known = (
-                    param in known_params or name in self._left_out
-                )  # left out because of the label None
+                # Left out because of the label None.
+                is_known = param in known_params or name in self._left_out
                 is_expected = (
                     known_model.names is None or name in known_model.names or name in named
                 )
@@ -630,9 +623,8 @@ def _params_of_fsdp2(module: nn.Module) -> list[Any]:
         return []
     state = cast("Any", module)._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if (
-        groups is None
-    ):  # older versions of torch, such as 2.10, have one group, or None without parameters
+    # Older versions of torch, such as 2.10, have one group, or None without parameters.
+    if groups is None:
         groups = [state._fsdp_param_group]
     records: list[Any] = []
     for group in groups:
@@ -660,9 +652,8 @@ def _names_in(index: int, group: Group, name_of: Mapping[Tensor, str]) -> list[s
     )
     names: list[str] = []
     for position, param in enumerate(params):
-        if (
-            param in name_of
-        ):  # a known tensor has its name at any position, so that users can move it
+        # a known tensor has its name at any position, so that users can move it
+        if param in name_of:
             names.append(name_of[param])
         elif has_name_for_each:
             names.append(former_names[position])
@@ -794,21 +785,18 @@ class GradientCheck:
         check_real(named)
         self._parameters.check_frozen()
         without_gradient = tuple([name for name, gradient in gradients.items() if gradient is None])
-        outside = self._outside.find(
-            named, without_gradient
-        )  # parameters of the models, not of the optimizer
+        # Parameters of the models, not of the optimizer.
+        outside = self._outside.find(named, without_gradient)
         outside_with_gradient = {
             name: param for name, param in outside.items() if param.grad is not None
         }
-        has_no_gradient = len(without_gradient) == len(
-            gradients
-        )  # no parameter of the optimizer has one
+        # No parameter of the optimizer has one.
+        has_no_gradient = len(without_gradient) == len(gradients)
         if has_no_gradient and outside_with_gradient:
             raise _only_outside(outside_with_gradient, len(named))
         self._warn_of_outside(outside_with_gradient)
-        if (
-            has_no_gradient and self._is_alone
-        ):  # over ranks, the step finds out whether another rank has one
+        # Over ranks, the step finds out whether another rank has one.
+        if has_no_gradient and self._is_alone:
             self.warn_of_none(named)
 
     def _warn_of_outside(self, with_gradient: NamedTensors) -> None:
@@ -875,9 +863,8 @@ class _OutsideParameters:
             without_gradient: the names of those that have no gradient. A parameter that was replaced in a model has
                 none, so other names are a reason for a new search.
         """
-        assignments = _registrations[
-            "assigned"
-        ]  # how many parameters and modules were assigned to any module
+        # How many parameters and modules were assigned to any module.
+        assignments = _registrations["assigned"]
         changes = (without_gradient, self._parameters.version, assignments)
         if changes != self._last_changes or self._has_other_length():
             self._result = self._parameters.outside(named)
@@ -939,9 +926,8 @@ _registrations = Counter[str]()
 
 
 def _count_registration(*_: object) -> None:
-    if (
-        torch.compiler.is_compiling()
-    ):  # a graph that reads the count would be compiled again whenever it changes
+    # a graph that reads the count would be compiled again whenever it changes
+    if torch.compiler.is_compiling():
         return
     _registrations["assigned"] += 1
 

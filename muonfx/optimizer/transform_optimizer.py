@@ -198,9 +198,8 @@ class TransformOptimizer(Optimizer):
     _settings: Settings  # options of the communication
     _steppings: list[Stepping]  # the one that the property `_stepping` returns
     _parameters: TrackedParameters  # the tensors that have state, and their positions in the models
-    _tracked_groups: (
-        TrackedGroups  # the param groups, from which each step reads the hyperparameters
-    )
+    # The param groups, from which each step reads the hyperparameters.
+    _tracked_groups: TrackedGroups
     _gradient_check: GradientCheck
     _rate_check: OneRateCheck  # warns if a scheduler has given all groups one rate
     _rounding_check: RoundingCheck  # warns if rounding to bfloat16 or float16 removes updates
@@ -290,9 +289,8 @@ class TransformOptimizer(Optimizer):
             ],
         }
         initial = self._current["initial"]
-        if (
-            initial is not None
-        ):  # before the first step: the leaves of the state that a copy may initialize again
+        # Before the first step: the leaves of the state that a copy may initialize again.
+        if initial is not None:
             attributes["initial_paths"] = initial.unwritten(self._current["state"])
         return {**super().__getstate__(), **attributes}
 
@@ -374,7 +372,8 @@ class TransformOptimizer(Optimizer):
         """
         is_constructed = "state" in self._current
         if is_constructed:  # a user adds parameters
-            self.follow_model()  # first, so that the state that is kept is of the current parameters
+            # First, so that the state that is kept is of the current parameters.
+            self.follow_model()
             with construction(lambda: group_of(self._tracked_groups.named, self._layout)):
                 self._add_trained(param_group)
             return
@@ -443,9 +442,8 @@ class TransformOptimizer(Optimizer):
             empty_group = {"label": None, "lr": 0.0, **entries, "params": [], "param_names": []}
             super().add_param_group(empty_group)
             return
-        self._callers_tensors.note(
-            entries
-        )  # to warn if the caller writes into a tensor of which groups have copies
+        # To warn if the caller writes into a tensor of which groups have copies.
+        self._callers_tensors.note(entries)
         names = [name for name, _param in pairs]
         self._tracked_groups.warn_of_unread_entries(entries, names, stepping.rules)
         for new_group in new_groups(stepping, entries, pairs, as_one=as_one):
@@ -623,9 +621,8 @@ class TransformOptimizer(Optimizer):
         named = self._named_params()
         former: FormerState | None = None
         is_first = "state" not in self._current
-        if (
-            not is_first and not self._parameters.on_meta
-        ):  # on the meta device, a state has no values to keep
+        # On the meta device, a state has no values to keep.
+        if not is_first and not self._parameters.on_meta:
             former = FormerState(self._stepping, self._current["state"])
         # In inference mode, as in Lightning's hooks of validation, new tensors could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -650,13 +647,11 @@ class TransformOptimizer(Optimizer):
         Some transforms copy or measure the parameters in ``init``. Tensors of the state that the caller has loaded or
         written are kept. All ranks must call this together.
         """
-        if (
-            torch.compiler.is_compiling()
-        ):  # first: if a trace read the record, the second step would be compiled again
+        # First: if a trace read the record, the second step would be compiled again.
+        if torch.compiler.is_compiling():
             return
-        initial = self._current[
-            "initial"
-        ]  # has checksums of the weights and of the tensors of the state
+        # Has checksums of the weights and of the tensors of the state.
+        initial = self._current["initial"]
         if initial is None:  # a step was made
             return
         # Not from the groups, which may have been edited since: there, a name may be at the position of another tensor.
@@ -697,9 +692,8 @@ class TransformOptimizer(Optimizer):
             self.state[param] = {}
         state = self._current["state"]
         entries = StateEntries(state, named)  # finds the parameter and the key of each tensor
-        entries.update(
-            self.state, state, self._stepping.show
-        )  # `show` converts a tensor to a DTensor, over ranks
+        # `show` converts a tensor to a DTensor, over ranks
+        entries.update(self.state, state, self._stepping.show)
         self._current["entries"] = entries
 
     def _adopt_state(self) -> None:
@@ -708,9 +702,8 @@ class TransformOptimizer(Optimizer):
         The steps read that state, and ``optimizer.state`` only shows its tensors.
         """
         entries = self._current["entries"]  # what the optimizer has put into `optimizer.state`
-        if (
-            self._current["initial"] is not None
-        ):  # before the first step, which keeps tensors that were written
+        # Before the first step, which keeps tensors that were written.
+        if self._current["initial"] is not None:
             entries.count_writes()
         if entries.is_edited(self.state):
             self._copy_edits(entries)
@@ -735,9 +728,8 @@ class TransformOptimizer(Optimizer):
         state = self._current["state"]
         with torch.no_grad():
             self._stepping.assign(assigned_values + initial_values, state)
-        if (
-            initial_values
-        ):  # if weights are loaded before the next step, it initializes these leaves again
+        # If weights are loaded before the next step, it initializes these leaves again.
+        if initial_values:
             paths = tree.paths(state)
             initial_paths = {paths[load.leaf_index] for load in initial_values}
             self._current["initial"] = with_new_leaves(
@@ -782,7 +774,8 @@ class TransformOptimizer(Optimizer):
             return
         # An error of this rank is reported to the others, which would wait for it where they create the new state.
         with construction(self._ranks_that_create_state):
-            self._adopt_state()  # first, so that tensors that the caller has assigned move with the state
+            # First, so that tensors that the caller has assigned move with the state.
+            self._adopt_state()
             current_params = self._follow_groups()
             if is_in_step:
                 self._parameters.require_new_gradients(current_params)
@@ -829,9 +822,8 @@ class TransformOptimizer(Optimizer):
     def _must_move_over_ranks(self, current_params: NamedTensors) -> bool:
         """Return True if all ranks must move the state together, such as after ``fully_shard(model)``."""
         replaced = self._parameters.replaced(current_params)
-        must_move = not self._parameters.have_same_placement(
-            replaced
-        )  # to another device, or sharded in another way
+        # To another device, or sharded in another way.
+        must_move = not self._parameters.have_same_placement(replaced)
         return must_move and self._is_over_ranks(current_params)
 
     def _follow_groups(self) -> NamedTensors:
@@ -912,9 +904,8 @@ class TransformOptimizer(Optimizer):
         For example, if a parameter cannot be added, the optimizer has the groups that it had before.
         """
         tracked_groups = self._tracked_groups.groups
-        entries_per_group = [
-            dict(group) for group in self._groups
-        ]  # copies, because a block changes the dicts
+        # Copies, because a block changes the dicts.
+        entries_per_group = [dict(group) for group in self._groups]
         try:
             yield
         except BaseException:
@@ -931,7 +922,8 @@ class TransformOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None or zeros, also of tensors that replaced parameters of the model."""
         if not torch.compiler.is_compiling():
-            self._use_replacements_alone()  # puts new tensors into the groups, from which torch's method reads them
+            # Puts new tensors into the groups, from which torch's method reads them.
+            self._use_replacements_alone()
         super().zero_grad(set_to_none)
 
     @overload
@@ -970,31 +962,26 @@ class TransformOptimizer(Optimizer):
     def _step(self, closure: Callable[[], Any] | None, extras: dict[str, Any]) -> Any:
         """Run a step and return the result of the closure."""
         loss: Any = None
-        with (
-            self._stepping.errors_on_all_ranks()
-        ):  # the other ranks would wait for one that raises alone
+        # The other ranks would wait for one that raises alone.
+        with self._stepping.errors_on_all_ranks():
             if closure is not None:
                 loss = _evaluate(closure)
-            if (
-                not torch.compiler.is_compiling()
-            ):  # a traced graph is valid for the current parameters only
+            # a traced graph is valid for the current parameters only
+            if not torch.compiler.is_compiling():
                 self._use_replacements(is_in_step=True)
         # Again, because `_stepping` may be another object now: over ranks, if the parameters have become DTensors.
         with self._stepping.errors_on_all_ranks():
             params, gradients = self._prepare_step()
         self._update_initial_state()  # before the first step
-        donate = Donation(
-            updates=self.donate_grads, state=True
-        )  # the step may overwrite these tensors
+        # The step may overwrite these tensors.
+        donate = Donation(updates=self.donate_grads, state=True)
         call = Arguments(gradients, self._current["state"], params, donate, extras)
         state = self._stepping.step(call)
         self._current["state"] = state
-        self._current["initial"] = (
-            None  # weights that are loaded from now on do not change the state
-        )
-        self._current["entries"].update(
-            self.state, state, self._stepping.show
-        )  # `optimizer.state` shows it
+        # Weights that are loaded from now on do not change the state.
+        self._current["initial"] = None
+        # `optimizer.state` shows it
+        self._current["entries"].update(self.state, state, self._stepping.show)
         if self._stepping.has_lacked_gradients:
             self._gradient_check.warn_of_none(params)
         return loss
@@ -1094,9 +1081,8 @@ class TransformOptimizer(Optimizer):
         For example, `normalize_neurons` keeps state on the rank that computes the update of a matrix. All ranks save
         it. ``saved_state`` is ``{0: {"momentum.trace": tensor}}`` for the first parameter.
         """
-        exported = self._stepping.exported(
-            self._current["state"]
-        )  # such tensors by their index in the state
+        # Such tensors by their index in the state.
+        exported = self._stepping.exported(self._current["state"])
         if not exported:  # always in one process
             return
         leaves_of = self._current["entries"].leaves_of  # by parameter and key
@@ -1143,9 +1129,8 @@ class TransformOptimizer(Optimizer):
         groups = self._tracked_groups.groups
         entries = self._current["entries"]  # what `optimizer.state` shows
         with self._stepping.loading():
-            not_trained = (
-                self._parameters.not_trained()
-            )  # walks through the models, which may raise
+            # Walks through the models, which may raise.
+            not_trained = self._parameters.not_trained()
             to_load = read_state_dict(
                 state_dict, self._stepping, groups, entries, rename, not_trained
             )
@@ -1245,14 +1230,12 @@ class TransformOptimizer(Optimizer):
             saved_groups: the saved group of each group, or None if there is none.
             source: the beginning of the warning, such as "load_state_dict: the state dict".
         """
-        lines: list[
-            str
-        ] = []  # such as "group 'muon', lr: 0.1 in the file, 0.2 in the code; the file's is used"
+        # Such as "group 'muon', lr: 0.1 in the file, 0.2 in the code; the file's is used".
+        lines: list[str] = []
         for tracked, saved_group in zip(self._tracked_groups.groups, saved_groups, strict=True):
             if saved_group is not None:
-                lines += differences(
-                    self.tx, tracked, saved_group
-                )  # before the update, which removes them
+                # Before the update, which removes them.
+                lines += differences(self.tx, tracked, saved_group)
                 tracked.group.update(entries_to_load(self.tx, tracked, saved_group))
         # Read them now: a scheduler may write "momentum" before the next step, which must not differ from new "betas".
         self._tracked_groups.synchronize()
@@ -1335,9 +1318,8 @@ def _unshared(state: Mapping[Any, Any]) -> dict[Any, Any]:
             continue
         unshared[index] = {}
         for key, leaf in entries.items():
-            if id(leaf) in ids_so_far and isinstance(
-                leaf, Tensor
-            ):  # an earlier parameter has the same tensor object
+            # An earlier parameter has the same tensor object.
+            if id(leaf) in ids_so_far and isinstance(leaf, Tensor):
                 leaf = leaf.clone()
             ids_so_far.add(id(leaf))
             unshared[index][key] = leaf
@@ -1353,9 +1335,8 @@ def _require_one_model(tx: Transform) -> None:
     if not has_dims:  # all numbers are floats, or tensors of one element
         return
     try:
-        check_numbers(
-            tx
-        )  # accepts only tensors with dims that one model needs, such as a schedule's table of rates
+        # Accepts only tensors with dims that one model needs, such as a schedule's table of rates.
+        check_numbers(tx)
     except ValueError as error:
         raise ValueError(
             f"tx: {error}, with tx.init and tx.update, because an optimizer trains one model"

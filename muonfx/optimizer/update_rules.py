@@ -48,9 +48,8 @@ def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
         for name in visited.param_names:
             indices_of.setdefault(name, []).append(index)
     rules: dict[str, UpdateRule] = {}
-    rule_of_indices: dict[
-        tuple[int, ...], UpdateRule
-    ] = {}  # many parameters have the same indices, and so one rule
+    # Many parameters have the same indices, and so one rule.
+    rule_of_indices: dict[tuple[int, ...], UpdateRule] = {}
     for name, index_list in indices_of.items():
         indices = tuple(index_list)
         if indices not in rule_of_indices:
@@ -71,7 +70,8 @@ def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -
     """
     labels = [visited.label for visited in visits if visited.label is not None]
     label = None
-    if labels:  # "muon" for a partition; "muon/large" for a partition within the transform of the label "muon"
+    # "muon" for a partition; "muon/large" for a partition within the transform of the label "muon"
+    if labels:
         label = "/".join(labels)
     is_left_out = any(_leaves_out(visited, name) for visited in visits)
     has_matrices = any(needs_matrices(visited.tx) for visited in visits)
@@ -88,9 +88,8 @@ def _leaves_out(visited: Visit, name: str) -> bool:
     for call in visited.calls:
         if name in call.param_names:  # this inner transform updates the parameter
             return False
-        is_partition = (
-            is_partition or call.label is not None
-        )  # only a partition calls transforms by label
+        # Only a partition calls transforms by label.
+        is_partition = is_partition or call.label is not None
     return is_partition  # a partition that gives the parameter to none of its transforms
 
 
@@ -236,9 +235,8 @@ def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperp
         return rules[0].hyperparams
     hyperparams: list[Hyperparam] = []
     for key, hyperparam_of_label_key in common_keys(rules).items():
-        distinct = list(
-            dict.fromkeys(hyperparam_of_label_key.values())
-        )  # once, if rules have a transform in common
+        # Once, if rules have a transform in common.
+        distinct = list(dict.fromkeys(hyperparam_of_label_key.values()))
         is_one_transform = len(distinct) == 1
         is_common_value = key in group and _have_one_form(distinct)
         if is_one_transform or is_common_value:
@@ -276,9 +274,8 @@ def common_keys(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]
     common: dict[str, dict[str, Hyperparam]] = {}
     for rule in rules:
         for hyperparam in rule.hyperparams:
-            if (
-                hyperparam.is_mirror
-            ):  # such as Adam's "momentum", which repeats the first of "betas"
+            # Such as Adam's "momentum", which repeats the first of "betas".
+            if hyperparam.is_mirror:
                 continue
             key = hyperparam.key
             hyperparam_of_label_key = common.setdefault(key, {})

@@ -18,9 +18,8 @@ def require_tensors(state: PyTree) -> None:
     """Raise TypeError if a leaf of a new state is no tensor: a state dict would have it, but it could not be loaded."""
     for index, leaf in enumerate(tree.leaves(state)):
         if leaf is not None and not isinstance(leaf, Tensor):  # None: only another rank has it
-            name = tree.names(state)[
-                index
-            ]  # only for the error, because an optimizer of many leaves makes many names
+            # Only for the error, because an optimizer of many leaves makes many names.
+            name = tree.names(state)[index]
             raise TypeError(
                 f"state: {name!r} is of type {type(leaf).__name__}, expected a tensor, so that it can be saved and "
                 "loaded: use torch.tensor(0) for a count, and a dict or a NamedTuple for a group of tensors"

@@ -112,9 +112,8 @@ def in_buckets(
         if len(current_buckets) <= 1:
             return tx.run(updates, state, params, donate=donate, **extras)
         # 2. A tensor of the state has no parameter, so it is in no bucket.
-        parameters = state_parameters.of(
-            state, updates
-        )  # for each leaf of the state, the parameter's name
+        # For each leaf of the state, the parameter's name.
+        parameters = state_parameters.of(state, updates)
         if not can_be_divided(state, parameters):
             return tx.run(updates, state, params, donate=donate, **extras)
         # 3. Several buckets.
@@ -161,15 +160,13 @@ def in_store(tx: Transform, store: Store, state_parameters: StateParameters):
         **extras: Any,
     ):
         """Run ``tx`` bucket by bucket. The next state is in the store again."""
-        parameters = state_parameters.of(
-            state, updates
-        )  # for each leaf of the state, the parameter's name
+        # For each leaf of the state, the parameter's name.
+        parameters = state_parameters.of(state, updates)
         buckets = [tree.names(updates)]
         if can_be_divided(state, parameters):  # a sum over all leaves, for example, is in no bucket
             sizes = sizes_of(_leaves_by_name(updates), state, parameters)
-            buckets = split_into_buckets(sizes, store.bucket_bytes) or [
-                []
-            ]  # `tx` runs once without updates
+            # `tx` runs once without updates
+            buckets = split_into_buckets(sizes, store.bucket_bytes) or [[]]
         call = Arguments(updates, state, params, donate, extras)
         return _run_in_buckets(tx, call, store, parameters, buckets)
 
@@ -204,9 +201,8 @@ def whole_in_store(tx: Transform, store: Store, state_parameters: StateParameter
         **extras: Any,
     ):
         """Run ``tx`` with all parameters in one bucket. The next state is in the store again."""
-        parameters = state_parameters.of(
-            state, updates
-        )  # for each leaf of the state, the parameter's name
+        # For each leaf of the state, the parameter's name.
+        parameters = state_parameters.of(state, updates)
         call = Arguments(updates, state, params, donate, extras)
         return _run_in_buckets(tx, call, store, parameters, [tree.names(updates)])
 
@@ -257,9 +253,8 @@ def with_own_state_in_store(
         device = device_of(params)
         if device.type == "meta":
             return state
-        own_state, inner_states = division.split(
-            state
-        )  # such as the sum of gradients, and the state of Muon
+        # Such as the sum of gradients, and the state of Muon.
+        own_state, inner_states = division.split(state)
         stored_own_state = store_away(store, device, own_state, parameters_of(own_state, params))
         return division.merge(stored_own_state, inner_states)
 
@@ -272,9 +267,8 @@ def with_own_state_in_store(
         **extras: Any,
     ):
         """Load the wrapper's own state, run ``tx``, and write this state back to the store."""
-        own_state, inner_states = division.split(
-            state
-        )  # such as the sum of gradients, and the state of Muon
+        # Such as the sum of gradients, and the state of Muon.
+        own_state, inner_states = division.split(state)
         device = device_of(updates, params)
         parameters = state_parameters.of(own_state, updates)  # for each leaf, the parameter's name
         all_names = tree.names(updates)
@@ -358,9 +352,8 @@ def _run_in_buckets(
     neither. ``parameters`` has the name of the parameter of each leaf of the state.
     """
     leaves, treedef = tree.flatten(call.updates)
-    index_of = {
-        name: index for index, name in enumerate(tree.names(call.updates))
-    }  # of an update among the leaves
+    # Of an update among the leaves.
+    index_of = {name: index for index, name in enumerate(tree.names(call.updates))}
     new_leaves: list[Any] = [None] * len(leaves)
     device = device_of(call.updates, call.params)
     may_write = call.donate.updates

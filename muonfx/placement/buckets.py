@@ -42,9 +42,8 @@ def split_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
             buckets.append([])
             free_bytes = limit
         buckets[-1].append(name)
-        free_bytes -= (
-            size  # negative after an item above the limit, so that the next item is not added
-        )
+        # Negative after an item above the limit, so that the next item is not added.
+        free_bytes -= size
     return buckets
 
 
@@ -241,9 +240,8 @@ class BucketedState:
         """
         self._donate = donate
         self._leaves, self._treedef = tree.flatten(state)
-        self._new_leaves = list(
-            self._leaves
-        )  # a leaf whose parameter is in no bucket stays as it is
+        # a leaf whose parameter is in no bucket stays as it is
+        self._new_leaves = list(self._leaves)
         # The indices of the leaves without a parameter, which every bucket updates.
         self._counters = [index for index, parameter in enumerate(parameters) if parameter is None]
         # For each bucket, the indices of its leaves that move, and of those that stay on the device.
@@ -309,9 +307,8 @@ class BucketedState:
         if self.may_write_state and caller_keeps_state:
             _copy_tensors(leaves, self._staying[bucket_index])
         if self.may_write_state and (caller_keeps_state or not is_last_bucket):
-            _copy_tensors(
-                leaves, self._counters
-            )  # such as the step count: each bucket advances it from the same value
+            # Such as the step count: each bucket advances it from the same value.
+            _copy_tensors(leaves, self._counters)
         # 2. The leaves that move are loaded, so they are copies already.
         if self._transfer is not None:
             loaded = self._transfer.fetch(bucket_index)

@@ -145,9 +145,8 @@ def offload(
             )
         shaped_like_params = updates if params is None else params
         require_room(store, state, shaped_like_params, donate)
-        tx_with_stored_state = placed(
-            tx, shaped_like_params
-        )  # loads and stores the state, bucket by bucket
+        # Loads and stores the state, bucket by bucket.
+        tx_with_stored_state = placed(tx, shaped_like_params)
         return tx_with_stored_state.run(updates, state, params, donate=donate, **extras)
 
     return init, update

@@ -187,10 +187,8 @@ def _run_together(execution_of_member: Mapping[K, str]) -> list[list[K]]:
     groups: list[list[K]] = []
     previous_execution = ""
     for member, execution in execution_of_member.items():
-        can_run_together = execution in (
-            "leaf by leaf",
-            "matrix stage",
-        )  # any other member is a group of its own
+        # Any other member is a group of its own.
+        can_run_together = execution in ("leaf by leaf", "matrix stage")
         if can_run_together and execution == previous_execution:
             groups[-1].append(member)
         else:
@@ -372,9 +370,8 @@ def _place_whole_tree(visited: Visit, where: Where) -> Transform:
     if where.is_sharded and execution_of(visited) == "whole tree":
         assert where.ranks is not None
         tx = where.ranks.on_all(tx)
-    if (
-        where.is_offloaded
-    ):  # it cannot run bucket by bucket, so its whole state is loaded in each step
+    # It cannot run bucket by bucket, so its whole state is loaded in each step.
+    if where.is_offloaded:
         return whole_in_store(tx, where.store, StateParameters())
     return tx
 
@@ -553,9 +550,8 @@ class PlacedTransforms:
     def __init__(self, where: Where, global_like: Callable[[PyTree], PyTree] | None = None) -> None:
         self.where = where
         self._global_like = global_like
-        self._results: dict[
-            Hashable, list[_PlacedFor]
-        ] = {}  # parameters of one structure may have several shapes
+        # Parameters of one structure may have several shapes.
+        self._results: dict[Hashable, list[_PlacedFor]] = {}
 
     def __call__(self, tx: Transform, params: PyTree, visited: Visit | None = None) -> Transform:
         """Return the transform that runs ``tx`` where its tensors are, such as on this rank's shards in ``params``.

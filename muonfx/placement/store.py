@@ -77,9 +77,8 @@ def _mapped(folder: str, length: int) -> mmap.mmap:
     """
     _require_space(folder, length)
     try:
-        with tempfile.TemporaryFile(
-            prefix="muonfx-state-", dir=folder
-        ) as file:  # the mapping keeps it open
+        # The mapping keeps it open.
+        with tempfile.TemporaryFile(prefix="muonfx-state-", dir=folder) as file:
             # Reserve the space: a file that is only extended could run out of it during a step.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, length)
@@ -193,9 +192,8 @@ class Store(NamedTuple):
         Host memory is pinned if `device` is a CUDA device, which can then copy from it while it computes.
         """
         pin_memory = device.type == "cuda"
-        specs_in_file = [
-            spec for spec in specs if self._in_file(spec)
-        ]  # on a disk, all but the small tensors
+        # On a disk, all but the small tensors.
+        specs_in_file = [spec for spec in specs if self._in_file(spec)]
         tensors_in_file = in_file(specs_in_file, str(self.to))
         tensors: list[Tensor] = []
         for spec in specs:

@@ -76,9 +76,8 @@ class BucketTransfer:
         self._staging: list[Tensor] = []
         if device.type == "cuda":
             self._stream = _stream_of(device)
-            self._stream.wait_stream(
-                torch.cuda.current_stream(device)
-            )  # for earlier users of the memory
+            # For earlier users of the memory.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
             if on_disk:
                 self._staging = [buffer(size, torch.device("cpu"), pin=True) for _ in range(count)]
         self._start_to_load(0)
@@ -86,9 +85,8 @@ class BucketTransfer:
     def fetch(self, bucket_index: int) -> list[Tensor]:
         """Return the state of one bucket on the device, and start to load the next. It may be overwritten."""
         leaves, ready = self._loads.pop(bucket_index).result()  # waits for the worker thread
-        if (
-            ready is not None
-        ):  # on a GPU, the computation waits for the copies; this thread does not
+        # On a GPU, the computation waits for the copies; this thread does not.
+        if ready is not None:
             torch.cuda.current_stream(self._device).wait_event(ready)
         # The next bucket uses the other buffer. Its previous bucket is written back first, as jobs run in order.
         self._start_to_load(bucket_index + 1)
@@ -105,9 +103,8 @@ class BucketTransfer:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return True if a tensor uses the memory of one of the two buffers, which the next bucket overwrites."""
-        storage = (
-            tensor.untyped_storage().data_ptr()
-        )  # a view has the storage of the buffer, wherever it begins
+        # a view has the storage of the buffer, wherever it begins
+        storage = tensor.untyped_storage().data_ptr()
         return any(memory.untyped_storage().data_ptr() == storage for memory in self._buffers)
 
     def finish(self) -> None:
@@ -151,9 +148,8 @@ class BucketTransfer:
         There are two buffers, which buckets use in turn.
         """
         stored = self._buckets[bucket_index]
-        views = _split(
-            self._buffers[bucket_index % 2], stored
-        )  # the tensors of the bucket in the buffer
+        # The tensors of the bucket in the buffer.
+        views = _split(self._buffers[bucket_index % 2], stored)
         for tensor in stored:  # on a disk, the next tensors are read while one is copied
             read_ahead(tensor)
         # 1. From host memory or a disk to a CPU. There is no event, since the copies are complete.
@@ -165,7 +161,8 @@ class BucketTransfer:
             return _Loaded(views, ready=_copy_to_gpu(self._stream, stored, views))
         # 3. From a disk to a GPU, through pinned host memory (a staging buffer), from which a GPU can read.
         staged = _split(self._staging[bucket_index % 2], stored)
-        self._stream.synchronize()  # the copies from this staging buffer, two buckets ago, are complete
+        # The copies from this staging buffer, two buckets ago, are complete.
+        self._stream.synchronize()
         _copy_on_cpu(stored, staged)
         return _Loaded(views, ready=_copy_to_gpu(self._stream, staged, views))
 

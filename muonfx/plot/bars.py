@@ -99,9 +99,8 @@ def _rms_by_monitor(state: PyTree) -> dict[str, dict[str, float]]:
     for key, value in metrics(state).items():  # "updates/blocks.0.weight/rms"
         path, _, metric = key.rpartition("/")  # "updates/blocks.0.weight", "rms"
         if metric == "rms":
-            monitor, _, name = path.partition(
-                "/"
-            )  # "updates", "blocks.0.weight"; the name may be ""
+            # "updates", "blocks.0.weight"; the name may be ""
+            monitor, _, name = path.partition("/")
             rms_by_monitor.setdefault(monitor, {})[name or monitor] = float(value)
     return rms_by_monitor
 
@@ -180,9 +179,8 @@ def _bars(leaves: list[LeafSummary]) -> dict[str, Counter[str]]:
     if not leaves:
         return {}
     depth = _depth_of_bars(leaves)  # 1: "tx" is no part of a label
-    groups: dict[
-        tuple[str, ...], list[LeafSummary]
-    ] = {}  # by the first entries that differ, ("tx", "adamw")
+    # By the first entries that differ, ("tx", "adamw")
+    groups: dict[tuple[str, ...], list[LeafSummary]] = {}
     for leaf in leaves:
         groups.setdefault(leaf.path[: depth + 1], []).append(leaf)
     # The label has all entries that the paths of a bar share, without the entries that all bars share.
@@ -313,9 +311,8 @@ def _draw_bar(axes: Axes, plan: sharding.Plan, rank: int, scale: float, has_labe
     """
     most = max(plan.flops)
     all_shards = chain.from_iterable([run.shards for run in plan.runs])
-    shards_of_rank = [
-        shard for shard in all_shards if shard.owner in (rank, None)
-    ]  # None: every rank computes it
+    # None: every rank computes it.
+    shards_of_rank = [shard for shard in all_shards if shard.owner in (rank, None)]
     end = 0.0  # of the last segment, on the x axis
     for index, shard in enumerate(shards_of_rank):
         colors = _BY_ALL if shard.owner is None else _BY_ONE
@@ -338,6 +335,5 @@ def _fitting(name: str, width: float) -> str:
     most_characters = int(width * 62)  # an axis is about 62 characters wide
     if len(name) <= most_characters:
         return name
-    return (
-        "..." + name[3 - most_characters :]
-    )  # three dots, and the last most_characters - 3 characters
+    # Three dots, and the last most_characters - 3 characters.
+    return "..." + name[3 - most_characters :]

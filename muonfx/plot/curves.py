@@ -102,9 +102,8 @@ def plot_polynomial(coefficients: CoefficientsLike, *, ax: Axes | None = None) -
     >>> ax.get_xlabel(), ax.lines[0].get_label()
     ('singular value, over the Frobenius norm', 'keller: 0.68 to 1.13')
     """
-    result_range = band(
-        coefficients, _LOWER
-    )  # the least and the largest result for values from 0.01 to 1
+    # The least and the largest result for values from 0.01 to 1.
+    result_range = band(coefficients, _LOWER)
     s = torch.logspace(-4, 0, 1000, dtype=torch.float64)  # singular values, from 1e-4 to 1
     with axes_for(ax) as axes:
         values = scalar_polynomial(coefficients, s)

@@ -171,9 +171,8 @@ def plot_steps_to(rows: Rows, target: float, *, ax: Axes | None = None) -> Axes:
     """
     key = _key_of_loss(rows)
     contenders = _contenders(rows, key)
-    steps_to = [
-        _steps_to(contender, target) for contender in contenders
-    ]  # for each, a dict by rate
+    # For each, a dict by rate.
+    steps_to = [_steps_to(contender, target) for contender in contenders]
     if not any(steps_to):  # all dicts are empty
         finite_losses = [row[key] for row in rows if math.isfinite(row[key])]
         lowest = min(finite_losses, default=math.nan)
@@ -364,13 +363,11 @@ def _best_rate(contender: Contender) -> float:
     """Return the rate with the lowest mean loss over seeds at its last step, the first one if all rates diverged."""
 
     def final_loss(rate: float) -> float:
-        losses_at_step = contender.losses_at[
-            rate
-        ]  # such as {5: tensor([2.3, 2.5]), 10: tensor([1.0, 2.0])}
+        # Such as {5: tensor([2.3, 2.5]), 10: tensor([1.0, 2.0])}.
+        losses_at_step = contender.losses_at[rate]
         mean = float(losses_at_step[max(losses_at_step)].mean())
-        if not math.isfinite(
-            mean
-        ):  # a run diverged; also NaN, which is neither more nor less than another loss
+        # a run diverged; also NaN, which is neither more nor less than another loss
+        if not math.isfinite(mean):
             return math.inf
         return mean
 
@@ -385,14 +382,12 @@ def _steps_to(contender: Contender, target: float) -> dict[float, Tensor]:
     """
     steps_at: dict[float, Tensor] = {}
     for rate, losses_at_step in contender.losses_at.items():
-        is_reached = (
-            torch.stack(list(losses_at_step.values())) <= target
-        )  # of shape (reports, seeds)
+        # Of shape (reports, seeds)
+        is_reached = torch.stack(list(losses_at_step.values())) <= target
         is_reached_by_all_seeds = is_reached.any(dim=0).all()
         if is_reached_by_all_seeds:
-            first_report = is_reached.int().argmax(
-                dim=0
-            )  # for each seed; of several ones, argmax returns the first
+            # For each seed; of several ones, argmax returns the first.
+            first_report = is_reached.int().argmax(dim=0)
             steps_of_reports = torch.tensor(list(losses_at_step), dtype=torch.float64)
             steps_at[rate] = steps_of_reports[first_report]
     return steps_at

@@ -288,11 +288,8 @@ _SETS: dict[str, Coefficients] = {
                 (2.53473791812954, -1.8720452097333415, 0.44099034325234854),
             ),
             "fit_coefficients(4, 0.003, safety=1.01), after Polar Express, arXiv 2505.16932",
-            restarts=(
-                1,
-                2,
-                3,
-            ),  # with two steps in the last stage, the Gram form rounds up to 2.4 times as much
+            # With two steps in the last stage, the Gram form rounds up to 2.4 times as much.
+            restarts=(1, 2, 3),
         ),
         replace(
             with_safety(CANS_RAW, 1.01),

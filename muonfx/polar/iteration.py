@@ -128,9 +128,8 @@ def normalized_in_fp64(x: Tensor, compute: torch.dtype, safety: float) -> Tensor
     # 1. Round first, so that a matrix that is given in the dtype `compute` has the same result as a wider one.
     if same_range(x.dtype, compute):
         x = x.to(compute)
-    elif (
-        x.dtype.itemsize > compute.itemsize
-    ):  # fp32 to fp16, which needs a scale; bf16 is rounded at the end only
+    elif x.dtype.itemsize > compute.itemsize:
+        # fp32 to fp16, which needs a scale; bf16 is rounded at the end only
         x = rounded_and_scaled(x, compute)
     # 2. Normalize.
     wide = x.double()
@@ -163,9 +162,8 @@ def normalize_in_fp64_(batch: Tensor, safety: float, compute: torch.dtype) -> Te
     norms = torch.stack(torch._foreach_norm(list(batch.unbind()), 2, dtype=torch.float64))
     norms.clamp_(min=torch.finfo(torch.float64).smallest_normal)  # a zero matrix stays zero
     factors = torch.div(torch.tensor(1 / safety, dtype=torch.float64, device="cpu"), norms)
-    return torch.mul(
-        batch, factors[:, None, None], out=result
-    )  # rounded once, to the dtype of the result
+    # Rounded once, to the dtype of the result.
+    return torch.mul(batch, factors[:, None, None], out=result)
 
 
 def normalize_by_powers_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
@@ -175,9 +173,8 @@ def normalize_by_powers_(batch: Tensor, safety: float, compute: torch.dtype) -> 
     """
     wide = wide_dtype(compute)
     # 1. Multiply each matrix by a power of two, to magnitudes below 2, so that no square overflows or is lost.
-    extremes = [
-        torch.aminmax(matrix) for matrix in batch.unbind()
-    ]  # in 1/30 of the time of infinity norms
+    # In 1/30 of the time of infinity norms.
+    extremes = [torch.aminmax(matrix) for matrix in batch.unbind()]
     minima = torch.stack([extreme.min for extreme in extremes])
     maxima = torch.stack([extreme.max for extreme in extremes])
     largest_magnitudes = torch.maximum(maxima, -minima).to(wide)
@@ -321,9 +318,8 @@ def newton_schulz(
     for stage in stages:
         if gram is None:
             gram = products.gram(x, -stage.center)
-        r = Shifted(
-            stage.center, 1.0, gram
-        )  # R = center * I + gram, which rounds less than R itself
+        # R = center * I + gram, which rounds less than R itself.
+        r = Shifted(stage.center, 1.0, gram)
         q = composed(products, r, stage.steps)
         x = products.weighted(x, q)
         products.keep()  # no small matrix is used in the next stage
@@ -341,12 +337,10 @@ def composed(products: Functional, r: Shifted, steps: Sequence[Step]) -> Shifted
     g = _polynomial(products, r, steps[0])
     q = g  # the product of G and the first Q, which is the identity
     for step in steps[1:]:
-        r = _times(
-            products, g, _times(products, g, r)
-        )  # G (G R), which is G R G: polynomials of R commute
-        products.keep(
-            q.rest, r.rest
-        )  # the old R, G and G R are not used again: release their buffers
+        # G (G R), which is G R G: polynomials of R commute.
+        r = _times(products, g, _times(products, g, r))
+        # The old R, G and G R are not used again: release their buffers.
+        products.keep(q.rest, r.rest)
         g = _polynomial(products, r, step)
         q = _times(products, g, q)
     return q

@@ -170,9 +170,8 @@ class Orthogonalizer:
 
         All arguments are as in `orthogonalize`.
         """
-        resolved = polynomials(
-            coefficients, steps
-        )  # such as five polynomials (a, b, c) for "polar_express_5"
+        # Such as five polynomials (a, b, c) for "polar_express_5".
+        resolved = polynomials(coefficients, steps)
         self._polynomials = resolved
         self._method: MethodLike = method
         self._dtype: DTypeLike = dtype
@@ -228,13 +227,11 @@ class Orthogonalizer:
         if max_scratch_bytes is not None and max_scratch_bytes < 1:
             raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
         inputs = list(xs)
-        if (
-            self._polynomials.table is not None
-        ):  # coefficients in a tensor, which may be differentiated too
+        # Coefficients in a tensor, which may be differentiated too.
+        if self._polynomials.table is not None:
             inputs.append(self._polynomials.table)
-        watched = is_watched(
-            *inputs
-        )  # autograd, torch.func or a compiler records them, so none may be overwritten
+        # Autograd, torch.func or a compiler records them, so none may be overwritten.
+        watched = is_watched(*inputs)
         differentiated = watched and is_differentiated(*inputs)
 
         # 1. The jobs. All are made before any result, so that invalid settings raise before anything is written.
@@ -275,9 +272,8 @@ class Orthogonalizer:
         sides: list[int] = []
         for x in xs:
             sides += x.shape
-        traced = is_traced(
-            *sides
-        )  # a compiler or `make_fx` may pass symbols as sides, which cannot be hashed
+        # a compiler or `make_fx` may pass symbols as sides, which cannot be hashed
+        traced = is_traced(*sides)
         # The iteration in reused buffers has no derivatives and no row scaling, and needs coefficients as numbers.
         may_use_buffers = (
             not watched and self._polynomials.table is None and not self._polynomials.row_scaling
@@ -420,9 +416,8 @@ def _write_to_destinations(batch: list[_Chunk], values: Sequence[Tensor]) -> Non
     for chunk, value in zip(batch, values, strict=True):
         if chunk.destination is None:
             continue
-        if (
-            value.data_ptr() != chunk.destination.data_ptr()
-        ):  # else the iteration has run in the destination
+        # Else the iteration has run in the destination.
+        if value.data_ptr() != chunk.destination.data_ptr():
             destinations.append(chunk.destination)
             copied_values.append(value)
     if destinations:
@@ -465,9 +460,8 @@ def _most_in_a_batch(job: _Job) -> int | None:
     if job.in_one_batch:
         return None
     kind = job.kind
-    if not can_be_stacked(
-        kind.short, kind.long, kind.device
-    ):  # in a batch it would get other bits than alone
+    # In a batch it would get other bits than alone.
+    if not can_be_stacked(kind.short, kind.long, kind.device):
         return 1
     max_bytes = job.max_scratch_bytes or _default_scratch(kind.device)
     if not kind.in_buffers:  # small matrices, computed by `as_function`
@@ -493,9 +487,8 @@ def _as_batch(x: Tensor, kind: _Kind) -> Tensor:
     """
     if kind.in_buffers:
         return x.reshape(-1, *x.shape[-2:])
-    x = (
-        x.contiguous()
-    )  # another memory order rounds differently, and ranks may hold different orders
+    # Another memory order rounds differently, and ranks may hold different orders.
+    x = x.contiguous()
     wide = x
     if x.shape[-2] != kind.short:  # a tall matrix
         wide = x.mT
@@ -531,18 +524,16 @@ def _new_batch(batch: list[_Chunk], job: _Job) -> Tensor:
 def _batch_in_buffers(batch: list[_Chunk], job: _Job) -> Tensor:
     """Orthogonalize chunks as one batch in reused buffers, or in the memory of the chunks if possible. Return it."""
     plan = job.plan
-    workspace = (
-        job.workspace or Workspace()
-    )  # memory for temporary tensors, which each batch overwrites
+    # Memory for temporary tensors, which each batch overwrites.
+    workspace = job.workspace or Workspace()
     workspace.clear()
     batch_dtype = plan.rounded_to or plan.dtype
     are_all_copied = batch_dtype != job.kind.dtype or all(
         chunk.destination is not None for chunk in batch
     )
     results = workspace
-    if (
-        not are_all_copied
-    ):  # results stay views of this batch, which the next batch must not overwrite
+    # Results stay views of this batch, which the next batch must not overwrite.
+    if not are_all_copied:
         results = Workspace()
     joined = _join_chunks(batch, batch_dtype, results)
     tall = job.kind.is_tall
@@ -562,9 +553,8 @@ def _join_chunks(chunks: list[_Chunk], dtype: torch.dtype, workspace: Workspace)
     first = matrices[0]
     shape = (sum(counts), *first.shape[1:])
     if first.dtype == dtype and _are_one_buffer(chunks):
-        return first.as_strided(
-            shape, first.stride()
-        )  # a view of the first chunk and all that follow it in memory
+        # a view of the first chunk and all that follow it in memory
+        return first.as_strided(shape, first.stride())
     if not same_range(first.dtype, dtype):
         # Rounding alone, such as from fp32 to fp16, could give zeros or infinities. So each matrix is scaled too.
         matrices = [rounded_and_scaled(x, dtype) for x in matrices]

@@ -138,9 +138,8 @@ class Plan(Shown):
         """The bytes of the temporary tensors for one matrix: two tensors of its size, and 3 to 8 Gram matrices."""
         n, m = self.shape
         longest = max((len(stage.steps) for stage in self.stages), default=1)
-        gram_matrices = {1: 3, 2: 6}.get(
-            longest, 8
-        )  # buffers of `products.Buffered`, and an identity
+        # Buffers of `products.Buffered`, and an identity.
+        gram_matrices = {1: 3, 2: 6}.get(longest, 8)
         return (2 * n * m + gram_matrices * n * n) * self.dtype.itemsize
 
     def report(self) -> Report:
@@ -269,9 +268,8 @@ def in_fp16_if_better(in_bf16: Plan, request: Request) -> Plan:
 
     fp16 rounds to three more bits, so more steps can share one Gram matrix (a stage), which saves products.
     """
-    if (
-        request.short * request.long > LARGEST_IN_FP16
-    ):  # elements of a matrix of norm 1 may be too small for fp16
+    # Elements of a matrix of norm 1 may be too small for fp16.
+    if request.short * request.long > LARGEST_IN_FP16:
         return in_bf16
     in_fp16 = plan_in(torch.float16, request)
     if not _is_better_in_fp16(in_fp16, in_bf16):
@@ -317,12 +315,12 @@ def plan_in(compute: torch.dtype, request: Request, why_dtype: str = "") -> Plan
     `why_dtype` is the reason for this dtype, as text.
     """
     coefficients = request.coefficients
-    rates = _rates(
-        request.device, compute, request.portable
-    )  # how fast the device is at these products
+    # How fast the device is at these products.
+    rates = _rates(request.device, compute, request.portable)
     products = _choose_products(compute, rates, request)
     method, stages, why_method = _choose_method(compute, rates, request, products)
-    bound = None  # of the singular values that rounding may produce; unknown for coefficients in a tensor
+    # Of the singular values that rounding may produce; unknown for coefficients in a tensor.
+    bound = None
     if coefficients.table is None:
         bound = growth_by_rounding(
             coefficients.steps, restarts_of(stages), coefficients.safety, compute
@@ -345,9 +343,8 @@ def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan) -> bool:
 
     A stage is some steps that share one Gram matrix. fp16 rounds less than bf16, so more steps can share one.
     """
-    if (
-        in_fp16.bound is None or in_bf16.bound is None
-    ):  # a tensor of coefficients: its rounding is not bounded
+    # a tensor of coefficients: its rounding is not bounded
+    if in_fp16.bound is None or in_bf16.bound is None:
         return False
     # A bound above the tolerance means that rounding may push singular values too far from 1.
     fp16_stages = len(in_fp16.stages)
@@ -436,9 +433,8 @@ def stable_dtype(
 
     A dtype that the user requested is kept, with a warning.
     """
-    if coefficients.table is not None or _is_stable(
-        coefficients, compute
-    ):  # coefficients in a tensor are not checked
+    # Coefficients in a tensor are not checked.
+    if coefficients.table is not None or _is_stable(coefficients, compute):
         return compute
     if requested != "auto":
         _warn_of_rounding(compute)
@@ -619,9 +615,8 @@ def _why_not_gram(compute: torch.dtype, request: Request) -> str:
     if coefficients.row_scaling:
         return "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown"
     number_of_stages = len(_stable_restarts(compute, coefficients)) + 1
-    if number_of_stages == len(
-        coefficients.steps
-    ):  # one step in each stage, which is the standard form
+    # One step in each stage, which is the standard form.
+    if number_of_stages == len(coefficients.steps):
         return f"{compute} rounds too much for two steps on one Gram matrix"
     return ""
 

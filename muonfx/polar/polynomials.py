@@ -75,9 +75,8 @@ def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
     """
     if len(restarts) == 0:
         return ()
-    previous, last = (0, *restarts)[
-        -2:
-    ]  # the 0 is for a single restart, whose distance is from the start
+    # The 0 is for a single restart, whose distance is from the start.
+    previous, last = (0, *restarts)[-2:]
     distance = last - previous
     all_restarts = (*restarts, *range(last + distance, steps, distance))
     return tuple(k for k in all_restarts if k < steps)

@@ -77,9 +77,8 @@ def failure(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cuda":
         if not torch.cuda.is_available():  # a plan for a GPU, printed on a machine without one
             return "quack-kernels cannot be tested, because torch finds no CUDA device here"
-        device = torch.empty(
-            0, device=device
-        ).device  # with the index of the current device, if it has none
+        # With the index of the current device, if it has none.
+        device = torch.empty(0, device=device).device
     return _failure(device, dtype)
 
 
@@ -99,9 +98,8 @@ def _failure(device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         with untraced():
             problem = _first_error(device, dtype)
-    except (
-        Exception
-    ) as error:  # a kernel that cannot be compiled or launched must not end a training run
+    except Exception as error:
+        # a kernel that cannot be compiled or launched must not end a training run
         problem = f"{type(error).__name__}: {error}"
     if problem is None:
         return None

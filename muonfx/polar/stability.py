@@ -101,9 +101,8 @@ def _bound(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, un
     cuts = (0, *restarts, len(steps))  # (0, 2, 3, 5) for stages of 2, 1 and 2 steps
     with untraced():
         for start, end in itertools.pairwise(cuts):
-            product_error = (
-                _SHARE * (end - start) * unit
-            )  # assumed to grow with the number of steps in the stage
+            # Assumed to grow with the number of steps in the stage.
+            product_error = _SHARE * (end - start) * unit
             top = _after_stage(steps[start:end], top, product_error)
             if not top <= _DIVERGED:  # also for NaN
                 return math.inf

@@ -100,9 +100,8 @@ def _mean_after_cached(steps: tuple[Step, ...], mean: float, aspect: float) -> f
     sum_of_weights = 0.0
     weighted_sum = 0.0
     for eigenvalue, weight in _gaussian_eigenvalues(aspect):
-        first_eigenvalue = min(
-            mean * eigenvalue, 1.0
-        )  # X is divided by its norm, so none exceeds 1
+        # X is divided by its norm, so none exceeds 1.
+        first_eigenvalue = min(mean * eigenvalue, 1.0)
         sum_of_weights += weight
         weighted_sum += weight * _eigenvalue_after(steps, first_eigenvalue)
     mean_after = weighted_sum / sum_of_weights

@@ -50,9 +50,8 @@ class Workspace:
         If they did not fit into the memory, it is enlarged to their total size.
         """
         if self._used > self.nbytes:
-            self._memory = (
-                None  # freed first, so that old and new memory are never allocated together
-            )
+            # Freed first, so that old and new memory are never allocated together.
+            self._memory = None
             self._memory = torch.empty(self._used, dtype=torch.uint8, device="cpu")
         self._used = 0
 
@@ -64,8 +63,7 @@ class Workspace:
         start = self._used
         size = math.prod(shape) * dtype.itemsize
         self._used += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
-        if (
-            self._memory is None or self._used > self.nbytes
-        ):  # does not fit; `clear` will enlarge the memory
+        # Does not fit; `clear` will enlarge the memory.
+        if self._memory is None or self._used > self.nbytes:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return self._memory[start : start + size].view(dtype).view(shape)

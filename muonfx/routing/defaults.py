@@ -295,9 +295,8 @@ def _has_head(decisions: _Decisions, hidden_label: Label) -> bool:
     The structure of the model shows it, or a role, or a rule of the user that gives a matrix another label than
     ``hidden_label``, such as "muon".
     """
-    if (
-        decisions.structure.heads
-    ):  # such a head may have another role: "vector" if it returns one number
+    # Such a head may have another role: "vector" if it returns one number.
+    if decisions.structure.heads:
         return True
     for info in decisions.infos:
         if _is_head(info, decisions.roles[info.name].role):

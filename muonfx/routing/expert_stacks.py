@@ -80,9 +80,8 @@ def _width_read_by_router(info: ParamInfo, modules: Mapping[str, nn.Module]) -> 
     shape (8, 64) is one, in the module "moe" around the experts, so that the result is 64. The module "moe.experts"
     itself may also contain it.
     """
-    experts_path = _path_without_wrappers(
-        _path_around_layer(info.name)
-    )  # "moe.experts" for "moe.experts.w1"
+    # "moe.experts" for "moe.experts.w1"
+    experts_path = _path_without_wrappers(_path_around_layer(info.name))
     path_around_experts = _path_without_wrappers(module_path(experts_path))  # "moe"
     number_of_experts = info.shape[-3]  # 8 for a stack of shape (8, 32, 64)
     for path in (experts_path, path_around_experts):  # the nearest module with a router decides
@@ -91,9 +90,8 @@ def _width_read_by_router(info: ParamInfo, modules: Mapping[str, nn.Module]) -> 
             continue
         widths: set[int] = set()
         for param in module.parameters():
-            if (
-                param.ndim == 2 and len(param) == number_of_experts
-            ):  # a router has a row for each expert
+            # a router has a row for each expert
+            if param.ndim == 2 and len(param) == number_of_experts:
                 widths.add(param.shape[1])
         if len(widths) > 1:  # matrices of several widths may be the router
             return None
@@ -171,9 +169,8 @@ def split_of_stack(info: ParamInfo, stored: str, shapes: Shapes) -> str | None:
         return None
     stacks = _stacks_of_module(info, shapes)
     names = list(stacks)
-    later_names = names[
-        names.index(info.name) + 1 :
-    ]  # only parameters after this one can read its outputs
+    # Only parameters after this one can read its outputs.
+    later_names = names[names.index(info.name) + 1 :]
     later_shapes = [stacks[name] for name in later_names]
     # The order (out, in) may be assumed and wrong, so that (in, out) is tried after it.
     orders = (STACK, TRANSPOSED_STACK) if stored == STACK else (TRANSPOSED_STACK,)

@@ -28,9 +28,8 @@ def fused_layer(name: str, holder: nn.Module | None) -> Fused | None:
     holder_class = written_type(holder)
     for fused in FUSED:
         is_of_package = holder_class.__module__.startswith(fused.package)
-        has_names = re.fullmatch(
-            fused.layer, f"{holder_class.__name__}:{name}"
-        )  # such as "GPT2Attention:c_attn"
+        # Such as "GPT2Attention:c_attn".
+        has_names = re.fullmatch(fused.layer, f"{holder_class.__name__}:{name}")
         if is_of_package and has_names and _has_attributes(holder, fused):
             return fused
     return None

@@ -68,14 +68,12 @@ def _globs(name: str) -> Iterator[str]:
     """
     components = [escape(component) for component in name.split(".")]
     starts = _starts_of_endings(components)
-    for glob_components in _with_wildcards(
-        components
-    ):  # ["h", "*", "fc", "weight"], and then with the number 0
+    # ["h", "*", "fc", "weight"], and then with the number 0
+    for glob_components in _with_wildcards(components):
         for start in starts:
             ending = ".".join(glob_components[start:])
-            if (
-                start == 0
-            ):  # without a dot after "*", so that the glob also matches the name without a wrapper
+            # Without a dot after "*", so that the glob also matches the name without a wrapper.
+            if start == 0:
                 yield f"*{ending}"
             else:
                 yield f"*.{ending}"

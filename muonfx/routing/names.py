@@ -92,9 +92,8 @@ NAME_RULES = (
         r"^(a_log|d|time_decay|time_first|time_faaaa)$|(^|_)(scales?|gamma|gain)(_\d+)*$",
     ),
     NORM,
-    NameRule(
-        "other", "last", r"^(x_proj|dt_proj)(_weight)?$"
-    ),  # from the input to the rates of a state-space layer
+    # From the input to the rates of a state-space layer.
+    NameRule("other", "last", r"^(x_proj|dt_proj)(_weight)?$"),
     # layers that embed patches of an image: to_patch_embedding, patch_embed_proj, embed_patch; x_embedder.proj
     NameRule("other", "any", rf"(^|_)(patch_(.*_)?({_EMBED}|embed_[a-z]+)|embed_patch){_END}"),
     NameRule("other", "path", r"\w*(?<![a-z])(embed|embedder)(_\d+)*\.proj(ection)?$"),
@@ -112,9 +111,8 @@ NAME_RULES = (
         r"^(score|cls_score|output_layer|vocab_proj(ector)?|qa_outputs|seq_relationship|ctc_proj|decoder_pred"
         rf"|predict_(state|action|return)|action_out_proj|feat_out|prob_out|final_linear|lm_heads){_END}",
     ),
-    NameRule(
-        "head", "path", r"\bdecoder(\.output_projection)?$"
-    ),  # from features to the vocabulary in BERT
+    # From features to the vocabulary in BERT.
+    NameRule("head", "path", r"\bdecoder(\.output_projection)?$"),
     # Heads only as direct children of the model, as in torchtitan, ResNet and Whisper. A number above 1 marks the last
     # of several layers, such as proj_out_2 in DiT. The loss of wav2vec 2.0 compares project_hid and project_q.
     NameRule(
@@ -194,9 +192,8 @@ class Name:
         match = re.search(pattern, path_in_words)
         if match is None:
             return None
-        first = path_in_words.count(
-            ".", 0, match.start()
-        )  # the index of the first component of the match
+        # The index of the first component of the match.
+        first = path_in_words.count(".", 0, match.start())
         last = path_in_words.count(".", 0, match.end())
         return ".".join(self.path[first : last + 1])
 
@@ -221,9 +218,8 @@ def _components(name: str) -> list[str]:
     (['fc', 'weight'], ['head', 'weight'])
     """
     components = plain_name(name).split(".")
-    if (
-        "modules_to_save" in components[:-1]
-    ):  # as in "head.modules_to_save.default.weight", with the adapter's name
+    # As in "head.modules_to_save.default.weight", with the adapter's name.
+    if "modules_to_save" in components[:-1]:
         index = components.index("modules_to_save")  # this component and the next one are removed
         del components[index : index + 2]
     components = [

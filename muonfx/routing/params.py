@@ -124,9 +124,8 @@ def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]
     if isinstance(params, nn.Module):
         return _read_model(params), ()
     values: dict[str, object] = {}
-    names_of_tensor: dict[
-        int, list[str]
-    ] = {}  # by the id of the tensor: several names if it is tied
+    # By the id of the tensor: several names if it is tied.
+    names_of_tensor: dict[int, list[str]] = {}
     for name, value in _named_values(params):
         if name in values:
             raise ValueError(
@@ -159,9 +158,8 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
     modules = dict(model.named_modules(remove_duplicate=False))
     infos: list[ParamInfo] = []
     for tensor, names in names_of.items():
-        module_types: list[
-            type
-        ] = []  # for each name, the class of the module, such as nn.Embedding and nn.Linear
+        # For each name, the class of the module, such as nn.Embedding and nn.Linear.
+        module_types: list[type] = []
         for name in names:
             module = modules[module_path(name)]  # of a parametrized weight, the module around it
             module_types.append(written_type(module))

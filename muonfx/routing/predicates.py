@@ -262,9 +262,8 @@ def _code_of(argument: object) -> str:
     >>> _code_of(nn.Linear), _code_of("*Norm"), _code_of(len)
     ('torch.nn.Linear', "'*Norm'", 'len')
     """
-    if isinstance(
-        argument, type
-    ):  # the short name "torch.nn", not the file "torch.nn.modules.linear"
+    # The short name "torch.nn", not the file "torch.nn.modules.linear".
+    if isinstance(argument, type):
         module = argument.__module__
         if getattr(nn, argument.__name__, None) is argument:
             module = "torch.nn"

@@ -112,15 +112,13 @@ class Routing(Shown):
         A group that does not use a number has an empty cell.
         """
         titles = ["number"]
-        row_of: dict[
-            str, list[str]
-        ] = {}  # the cells of each number, in the order of their first occurrence
+        # The cells of each number, in the order of their first occurrence.
+        row_of: dict[str, list[str]] = {}
         for index, group in enumerate(self.groups):
             titles.append(f"group {index}")
             for key, value in group.items():
-                if key in _NO_NUMBERS or (
-                    key == "lr" and index in self.without_rate
-                ):  # torch requires this "lr"
+                # Torch requires this "lr".
+                if key in _NO_NUMBERS or (key == "lr" and index in self.without_rate):
                     continue
                 row = row_of.setdefault(key, [key] + [""] * len(self.groups))
                 row[index + 1] = _number(value)
@@ -191,9 +189,8 @@ def describe(
             "describe: found labels only, expected parameters too, for their shapes: describe(labels, model)"
         )
     model_or_params = what
-    if isinstance(
-        model_or_params, Iterator
-    ):  # such as model.named_parameters(), which can be read only once
+    # Such as model.named_parameters(), which can be read only once.
+    if isinstance(model_or_params, Iterator):
         model_or_params = list(model_or_params)
     _require_describable(model_or_params)
     return _of_labels(default_labels(model_or_params), model_or_params)
@@ -331,9 +328,8 @@ def _with_view_of_transform(
         route: its label, such as "muon", the reason, and the view of the labels.
         views: the view of the transform of each label; None for a transform that does not work on matrices.
     """
-    if (
-        route.label not in views
-    ):  # no `partition` with this label, so that the transform is not known
+    # No `partition` with this label, so that the transform is not known.
+    if route.label not in views:
         return route
     view = views[route.label]
     if view is None:  # the transform, such as AdamW, updates element by element
@@ -341,9 +337,8 @@ def _with_view_of_transform(
     pattern = view.text(name)
     if pattern == route.view.pattern:  # the transform uses the view of the labels
         return route
-    if (
-        pattern is None
-    ):  # the labels have a view, and the transform treats the parameter as one matrix
+    # The labels have a view, and the transform treats the parameter as one matrix.
+    if pattern is None:
         return route._replace(
             reason=f"{route.reason}; the transform has no view for it", view=MatrixView()
         )
@@ -373,9 +368,8 @@ def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView |
     """
     views: dict[Label, MatrixView | None] = {}
     for transform in transforms:
-        if (
-            transform.factory is not partition
-        ):  # only `partition` applies one transform for each label
+        # Only `partition` applies one transform for each label.
+        if transform.factory is not partition:
             continue
         for label, inner in transform.arguments["transforms"].items():
             works_on_matrices = any("view" in part.arguments for part in within(inner))
@@ -398,9 +392,8 @@ def _known_route(name: str, label: Label, transforms: Sequence[Transform]) -> Ro
     labels_of_group = str(label).split("+")
     for transform in transforms:
         labels = transform.arguments.get("labels")
-        if (
-            not isinstance(labels, Labels) or name not in labels
-        ):  # not a partition with this parameter
+        # Not a partition with this parameter.
+        if not isinstance(labels, Labels) or name not in labels:
             continue
         if str(labels[name]) in labels_of_group:
             return labels.routes[name]
@@ -468,9 +461,8 @@ def _matrices_text(name: str, shape: tuple[int, ...], view: MatrixView) -> str:
     >>> _matrices_text("w", (20, 8), MatrixView("(q=16 + k=4) in -> q in, k in"))
     '16 x 8 + 4 x 8'
     """
-    leaf = torch.empty(
-        shape, device="meta"
-    )  # has no memory: the shapes of its matrices are all that is needed
+    # Has no memory: the shapes of its matrices are all that is needed.
+    leaf = torch.empty(shape, device="meta")
     texts: list[str] = []
     for stack in Matrices(view, {name: leaf}).stacks:
         *batch, rows, columns = stack.shape

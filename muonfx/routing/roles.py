@@ -66,9 +66,8 @@ _ADAPTER = re.compile(
 )
 _IMAGE_CHANNELS = 3
 _FEW_FEATURES = 4  # such as the coordinates of a box, or four frames of a game
-_MANY_TIMES_WIDER = (
-    32  # the least ratio of the long side to the short side for a map from or to few features
-)
+# The least ratio of the long side to the short side for a map from or to few features.
+_MANY_TIMES_WIDER = 32
 
 
 class _Model(NamedTuple):
@@ -169,9 +168,8 @@ def _by_adapter(info: ParamInfo) -> Decision | None:
         role = "vector"
     for name in info.names:  # also the other names of a tied tensor
         for component in name.split("."):  # "fc", "lora_A" and "weight"
-            has_word_lora = "lora" in words_of(component).split(
-                "_"
-            )  # also in loraA, downLora and lora1
+            # Also in loraA, downLora and lora1.
+            has_word_lora = "lora" in words_of(component).split("_")
             if has_word_lora or _ADAPTER.search(component.lower()):
                 return Decision(role, f"low-rank factor (name component {component!r})")
     return None
@@ -200,9 +198,8 @@ def _first_or_last_layer(info: ParamInfo, model: _Model) -> Decision | None:
     The structure was found by the widths of layers. A first layer reads a width that no earlier layer returns, such as
     768 pixels of a patch. A last layer returns a width that no layer reads, such as 1000 classes.
     """
-    if (
-        info.name in model.projections
-    ):  # queries and keys meet in a product, so that no layer reads them
+    # Queries and keys meet in a product, so that no layer reads them.
+    if info.name in model.projections:
         return None
     for name in (info.name, *info.tied):  # a tied tensor is in several layers
         path = module_path(name)  # the path of the layer
@@ -273,9 +270,8 @@ def _by_one_name(full_name: str, info: ParamInfo, model: _Model) -> Decision | N
         component = name.find(rule)
         if component is None or not _applies(rule, model):
             continue
-        if (
-            rule is NORM and info.module is not None
-        ):  # the type of the module has shown that it is no norm
+        # The type of the module has shown that it is no norm.
+        if rule is NORM and info.module is not None:
             continue
         if rule is GATE and _is_in_gated_mlp(name, component, info.ndim, model.gated_mlps):
             continue
@@ -346,9 +342,8 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
     >>> _projections_of_attention([ParamInfo("q.q.weight", shape), ParamInfo("k.k.weight", shape)])
     frozenset()
     """
-    module_of: dict[
-        str, str
-    ] = {}  # the path of the module around each projection, "attn" for "attn.query.weight"
+    # The path of the module around each projection, "attn" for "attn.query.weight".
+    module_of: dict[str, str] = {}
     for info in infos:
         if info.ndim < 2:  # a bias
             continue
@@ -381,9 +376,8 @@ def _by_shape(info: ParamInfo, model: _Model) -> Decision | None:
     if info.shape[1] == 1 and layer is None:
         return Decision("vector", "depthwise: one vector a channel")
     few = _IMAGE_CHANNELS
-    if (
-        layer is not None and layer.block is None
-    ):  # outside all blocks, where a layer may read a stack of frames
+    # Outside all blocks, where a layer may read a stack of frames.
+    if layer is not None and layer.block is None:
         few = _FEW_FEATURES
     return _by_few_channels(info, few)
 

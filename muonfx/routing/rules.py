@@ -52,10 +52,8 @@ class Labels(RoutedLabels):
     def __init__(self, routes: Mapping[str, Label | Route]) -> None:
         """Check the names and labels, and store a route for each name."""
         self._routes: dict[str, Route] = {}
-        for (
-            name,
-            label,
-        ) in routes.items():  # a label alone becomes a route without a reason and a view
+        # a label alone becomes a route without a reason and a view
+        for name, label in routes.items():
             route = label if isinstance(label, Route) else Route(label)
             self._routes[name] = route
             if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -221,9 +219,8 @@ def labels(
             f"{len(unmatched)} of {len(infos)} parameters match no rule: {format_list(unmatched)}; "
             "add a rule for them, or give a default (None leaves them out)"
         )
-    read_in_parts = structure_of(
-        model_or_params
-    ).read_in_parts  # the layers that return several vectors: {"fc1": 2}
+    # The layers that return several vectors: {"fc1": 2}.
+    read_in_parts = structure_of(model_or_params).read_in_parts
     return make_labels(model_or_params, infos, decided, absent_names, read_in_parts)
 
 
@@ -255,9 +252,8 @@ def _warn_of_unmatched_rule(title: str, rule: Rule, infos: Sequence[ParamInfo]) 
     """
     predicate, label = rule
     names = [info.name for info in infos]
-    globs = chain.from_iterable(
-        predicate.globs()
-    )  # of `path`; none if the rule has other predicates only
+    # Of `path`; none if the rule has other predicates only.
+    globs = chain.from_iterable(predicate.globs())
     warn_caller(
         f"{title}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters; "
         f"{names_close_to([*globs], names)}; correct or remove it"
@@ -272,9 +268,8 @@ def _check_rule(rule: object, number: int) -> None:
     pair: Sequence[object] = ()
     if isinstance(rule, tuple | list):
         pair = cast("Sequence[object]", rule)
-    if len(pair) != 2 or not isinstance(
-        pair[0], Predicate
-    ):  # for example, a lambda in place of a predicate
+    # For example, a lambda in place of a predicate.
+    if len(pair) != 2 or not isinstance(pair[0], Predicate):
         raise TypeError(
             f"rule {number} is {rule!r}; expected a (Predicate, label) pair such as (path('*.gate.*'), 'adamw'); "
             "wrap a function of your own as where(fn)"

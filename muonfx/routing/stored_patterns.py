@@ -56,9 +56,8 @@ def with_rows(stored: str, all_rows: str, rows_of_matrices: Sequence[str]) -> st
     """
     dims, _, dims_of_matrix = stored.partition(" -> ")  # "in {out}", and "{out} in"
     dims_with_rows = dims.replace("{out}", all_rows)
-    matrices = [
-        dims_of_matrix.replace("{out}", rows) for rows in rows_of_matrices
-    ]  # ["q in", "k in"]
+    # ["q in", "k in"]
+    matrices = [dims_of_matrix.replace("{out}", rows) for rows in rows_of_matrices]
     return f"{dims_with_rows} -> {', '.join(matrices)}"
 
 

@@ -40,7 +40,8 @@ _WIDTHS = (
 _EMBEDDING_CLASS = r"Embedding(s|Bag|\d+bit|NF4|FP4)?$"
 _LAYER_CLASS = r"Linear|Conv|Dense|Proj|Expert|MatMul"
 LEAVES_OF_LAYERS = PLAIN_LEAVES | {"weight_v"}
-_MOST_CONCATENATED = 32  # the frequencies that a speech encoder flattens, or the 4 x 4 pixels that a connector merges
+# The frequencies that a speech encoder flattens, or the 4 x 4 pixels that a connector merges.
+_MOST_CONCATENATED = 32
 
 
 class Layer(NamedTuple):
@@ -246,18 +247,15 @@ def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
     ['0.weight', '1.bias']
     """
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(
-            module, _HOLDERS_OF_MATRICES
-        ):  # such as nn.LSTM, whose matrices have other names than "weight"
+        # Such as nn.LSTM, whose matrices have other names than "weight".
+        if isinstance(module, _HOLDERS_OF_MATRICES):
             continue
-        if module is model and isinstance(
-            model, nn.ParameterList | nn.ParameterDict
-        ):  # tensors without layers
+        # Tensors without layers.
+        if module is model and isinstance(model, nn.ParameterList | nn.ParameterDict):
             continue
         is_layer = _is_layer(module)
-        for leaf, _ in module.named_parameters(
-            recurse=False
-        ):  # a leaf: the last component of a name
+        # a leaf: the last component of a name
+        for leaf, _ in module.named_parameters(recurse=False):
             is_weight_of_layer = is_layer and leaf in LEAVES_OF_LAYERS  # such as "weight"
             if not is_weight_of_layer:
                 yield joined(path, leaf)
@@ -325,9 +323,8 @@ def _blocks_of(model: nn.Module, modules: _Modules) -> Iterator[str]:
         is_list = isinstance(module, nn.ModuleList) or _is_numbered_dict(module)
         if not is_list and not isinstance(module, nn.Sequential):
             continue
-        children = {
-            name: child for name, child in module.named_children() if any(child.children())
-        }  # no single layers
+        # No single layers.
+        children = {name: child for name, child in module.named_children() if any(child.children())}
         count_of_class = Counter(map(type, children.values()))
         for name, child in children.items():
             # A list is written for repeated modules. An nn.Sequential may also be a chain of different parts.
@@ -395,17 +392,15 @@ def _inputs(modules: _Modules) -> dict[str, Layer]:
     """
     part_counts = _read_in_parts(modules)  # {"mlp.fc1": 2} for a layer that returns two vectors
     inputs: dict[str, Layer] = {}
-    earlier_widths: set[int] = (
-        set()
-    )  # how many features the earlier layers return, for a later layer to read
+    # How many features the earlier layers return, for a later layer to read.
+    earlier_widths: set[int] = set()
     for layer in modules.layers:
         is_outside_blocks = layer.block is None
         if is_outside_blocks and _reads_raw_input(layer, earlier_widths):
             inputs[layer.path] = layer
         earlier_widths.add(layer.returns)
-        if (
-            layer.path in part_counts
-        ):  # a later layer may read one of the vectors, as in a gated MLP
+        # a later layer may read one of the vectors, as in a gated MLP
+        if layer.path in part_counts:
             earlier_widths.add(layer.returns // part_counts[layer.path])
     return inputs
 
@@ -452,9 +447,8 @@ def _widths_between_modules(modules: _Modules, inputs: Collection[str]) -> set[i
         is_inner_width = layer.block is not None and (layer.block, layer.reads) in returned
         if layer.path not in inputs and not is_inner_width:
             widths.add(layer.reads)
-        returned.add(
-            (layer.block, layer.returns)
-        )  # in the end: a layer does not read its own outputs
+        # In the end: a layer does not read its own outputs.
+        returned.add((layer.block, layer.returns))
     return widths
 
 
@@ -542,9 +536,8 @@ def _widths_read_beside(layer: Layer, later_layers: Iterable[Layer]) -> set[int]
     {32}
     """
     holder = _module_around(layer.path)
-    if (
-        not holder
-    ):  # all later layers are in the model, also those that have nothing to do with this one
+    # All later layers are in the model, also those that have nothing to do with this one.
+    if not holder:
         return set()
     return {later.reads for later in later_layers if later.path.startswith(f"{holder}.")}
 
@@ -625,9 +618,8 @@ def _widths_by_module(modules: _Modules) -> dict[str, set[int]]:
     """
     widths: dict[str, set[int]] = defaultdict(set)
     for layer in (*modules.layers, *modules.norms):
-        if (
-            layer.is_grouped
-        ):  # as between the two layers of a gated MLP, it works on each vector by itself
+        # As between the two layers of a gated MLP, it works on each vector by itself.
+        if layer.is_grouped:
             continue
         for path in _with_ancestors(_module_around(layer.path)):
             widths[path].add(layer.reads)
@@ -647,9 +639,8 @@ def _read_in_their_block(layers: Sequence[Layer]) -> frozenset[str]:
     ... )
     ['h.0.out', 'h.0.q_head']
     """
-    count_of_readers = Counter(
-        (layer.block, layer.reads) for layer in layers
-    )  # {("h.0", 64): 1, ...}
+    # {("h.0", 64): 1, ...}
+    count_of_readers = Counter((layer.block, layer.reads) for layer in layers)
     read: set[str] = set()
     for layer in layers:
         other_readers = count_of_readers[layer.block, layer.returns]

@@ -33,17 +33,14 @@ def check_shapes(
     for (name, route), leaf in zip(routes.items(), leaves, strict=True):
         if leaf is None or route.shape is None:  # nothing to compare
             continue
-        if (
-            route.label is None or route.label not in transforms
-        ):  # no transform updates the parameter
+        # No transform updates the parameter.
+        if route.label is None or route.label not in transforms:
             continue
-        if leaf.ndim <= len(
-            route.shape
-        ):  # fewer dims are allowed: a rank may hold a flat shard of a matrix
+        # Fewer dims are allowed: a rank may hold a flat shard of a matrix.
+        if leaf.ndim <= len(route.shape):
             continue
-        for tx in within(
-            transforms[route.label]
-        ):  # the transform of the label, and all transforms that it calls
+        # The transform of the label, and all transforms that it calls.
+        for tx in within(transforms[route.label]):
             if _would_mix(tx, name):
                 raise _mixed_matrices(tx, name, route, tuple(leaf.shape))
 
@@ -56,9 +53,8 @@ def _would_mix(tx: Transform, name: str) -> bool:
     updates each element by itself.
     """
     view = view_of(tx)
-    if (
-        view is None
-    ):  # not Muon: a transform may still combine all elements of a parameter, for example in a norm
+    # Not Muon: a transform may still combine all elements of a parameter, for example in a norm.
+    if view is None:
         return tx.locality is Locality.LEAF and not tx.children
     (pattern,) = view.of([name])  # the pattern of this one parameter
     return pattern is None or pattern.flattens_more_dims
@@ -132,9 +128,8 @@ def _warn_of_unused_views(routes_of_view: Mapping[MatrixView, Mapping[str, Route
 
     ``routes_of_view`` has, by the view of a transform, the routes of its parameters, with the patterns of the labels.
     """
-    text_of_name: dict[
-        str, str
-    ] = {}  # {"attn.c_attn": "'attn.c_attn' (hidden matrix (2-D); query, key, value)"}
+    # {"attn.c_attn": "'attn.c_attn' (hidden matrix (2-D); query, key, value)"}
+    text_of_name: dict[str, str] = {}
     for view, routes in routes_of_view.items():
         for name, route in routes.items():
             if route.view.pattern and not view.is_set_for(name):

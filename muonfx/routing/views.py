@@ -155,9 +155,8 @@ def _division_of(param: _Param) -> Division:
     division = _of_convolution(param) or _of_torch(param)  # modules of PyTorch itself
     if division is not None:
         return division
-    storage = _storage_by_package(param) or _storage_by_experts(
-        param
-    )  # the order of its dims, such as (in, out)
+    # The order of its dims, such as (in, out)
+    storage = _storage_by_package(param) or _storage_by_experts(param)
     return (
         _of_known_layer(param, storage)
         or _maybe_stack(param, storage)
@@ -171,12 +170,10 @@ def _of_known_layer(param: _Param, storage: _Storage) -> Division | None:
     GPT-2 stores "c_attn" of shape (8, 24) as (in, out), which ``storage`` describes. The division has the view
     "in (part=3 out) -> part out in", of 3 matrices of 8 rows each, and the note "query, key, value".
     """
-    for layer in (
-        param.layers
-    ):  # for "qkv.linear", first "linear", then "qkv": a wrapper may have the known name
-        fused = fused_layer(
-            layer.name, layer.holder
-        )  # the matrices of the layer, from a table of known layers
+    # For "qkv.linear", first "linear", then "qkv": a wrapper may have the known name.
+    for layer in param.layers:
+        # The matrices of the layer, from a table of known layers.
+        fused = fused_layer(layer.name, layer.holder)
         if fused is None:
             continue
         if fused.count == 1:  # one matrix in spite of its name
@@ -201,9 +198,8 @@ def _maybe_stack(param: _Param, storage: _Storage) -> Division | None:
     """
     if param.owner is None:  # named tensors: more than two dims are taken for a convolution
         return None
-    has_order_of_convolution = (
-        storage.pattern == CONVOLUTION
-    )  # (out, rest), the default for three or more dims
+    # (out, rest), the default for three or more dims
+    has_order_of_convolution = storage.pattern == CONVOLUTION
     if not has_order_of_convolution or is_convolution(param.info):
         return None
     stack = _likely_stack(param)
@@ -270,9 +266,8 @@ def _split_by_name(param: _Param, stored: str) -> str | None:
     part_names = _names_of_parts(param.layers)  # ("q", "k", "v") for "qkv"
     if part_names is None:
         return None
-    if (
-        param.info.ndim > 2 and len(part_names) == param.info.shape[0]
-    ):  # one matrix each for q, k and v: (3, 32, 32)
+    # One matrix each for q, k and v: (3, 32, 32)
+    if param.info.ndim > 2 and len(part_names) == param.info.shape[0]:
         return None
     has_equal_parts = number_of_rows(stored, param.info.shape) % len(part_names) == 0
     if has_equal_parts:
@@ -321,9 +316,8 @@ def _layers_around(
         if layer_name in WRAPPERS:  # such as "_orig_mod" of torch.compile
             continue
         layers.append(_Layer(layer_name, modules.get(path)))
-        shows_nothing = (
-            layer_name in _INNER_LAYERS or layer_name.isdigit()
-        )  # such as "linear" and "0"
+        # Such as "linear" and "0".
+        shows_nothing = layer_name in _INNER_LAYERS or layer_name.isdigit()
         if not shows_nothing:
             break
     return layers
@@ -430,9 +424,8 @@ def _of_convolution(param: _Param) -> Division | None:
             note += f"; {owner.groups} groups, not split"
         return Division(MatrixView("in out ... -> out (in ...)"), note)
     if isinstance(owner, _ConvNd) and owner.groups > 1:
-        pattern = in_equal_parts(
-            CONVOLUTION, owner.groups
-        )  # the rows of a group are next to each other
+        # The rows of a group are next to each other.
+        pattern = in_equal_parts(CONVOLUTION, owner.groups)
         return Division(MatrixView(pattern), f"{owner.groups} groups")
     return None
 
@@ -500,9 +493,8 @@ def is_convolution(info: ParamInfo) -> bool:
     if info.ndim < 3:  # a kernel has at least the dims (out, in, length)
         return False
     if info.module is not None:
-        is_linear_layer = class_name_fits(
-            info.module, "^Conv1D$"
-        )  # of transformers, in spite of its name
+        # Of transformers, in spite of its name.
+        is_linear_layer = class_name_fits(info.module, "^Conv1D$")
         return class_name_fits(info.module, "Conv") and not is_linear_layer
     # Three dims are more often a stack of matrices: only a plain name, such as "conv.weight", counts as a kernel.
     leaf = info.name.rpartition(".")[2]

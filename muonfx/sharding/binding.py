@@ -46,11 +46,8 @@ def by_structure(function: F) -> F:
 
     @functools.wraps(function)
     def call(binding: Binding, tx: Transform, params: PyTree) -> Any:
-        key = (
-            function,
-            tx.treedef,
-            tuple(tree.names(params)),
-        )  # without the values of numbers and tensors
+        # Without the values of numbers and tensors.
+        key = function, tx.treedef, tuple(tree.names(params))
         if key not in binding.results:
             binding.results[key] = function(binding, tx, params)
         return binding.results[key]
@@ -197,7 +194,8 @@ class Binding:
         if None in dtypes:  # seldom, so most steps need no names
             for name, leaf in zip(tree.names(like), leaves, strict=True):
                 if leaf is None and name in self.layout.specs:
-                    return  # a gradient that is missing, so the shape of its parameter, and of its state, is unknown
+                    # a gradient that is missing, so the shape of its parameter, and of its state, is unknown
+                    return
         # `init` is called on meta tensors, and once only for all steps with the same structure and dtypes.
         key = tx.treedef, structure, tuple(dtypes)
         if key not in self._expected_states:
@@ -231,9 +229,8 @@ class Binding:
         structures: list[tuple[str, Hashable]] = []
         for name, tx in run:
             member = tx
-            if (
-                tx.declaration.combinator.varies_numbers
-            ):  # it calls a transform for each param group, all with one plan
+            # It calls a transform for each param group, all with one plan.
+            if tx.declaration.combinator.varies_numbers:
                 member = tx.children[0]
             members.append((name, member))
             structures.append((name, member.treedef))
@@ -268,9 +265,8 @@ class Binding:
         totals = self._totals(scalars)
         if not totals:
             return torch.zeros(())
-        return sum_over_leaves(
-            list(totals.values())
-        )  # the function of a single process adds the leaves
+        # The function of a single process adds the leaves.
+        return sum_over_leaves(list(totals.values()))
 
     def sum_over_shards(self, values: PyTree) -> PyTree:
         """Return for each leaf its sum over ranks, by one all-reduce. All leaves have one shape; None stays None.

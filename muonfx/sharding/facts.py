@@ -141,9 +141,8 @@ def _text_of_argument(value: object) -> str:
         return f"{value.factory.__name__}({', '.join(arguments)})"
     if inspect.isroutine(value) or isinstance(value, functools.partial):
         return "a function"
-    return text_of(
-        value, _text_of_argument
-    )  # of a list or dict, it calls this function for each item
+    # Of a list or dict, it calls this function for each item.
+    return text_of(value, _text_of_argument)
 
 
 def _texts_of_state(binding: Binding, tx: Transform, local: PyTree) -> dict[str, str]:
@@ -157,9 +156,8 @@ def _texts_of_state(binding: Binding, tx: Transform, local: PyTree) -> dict[str,
 
 
 def _versions() -> dict[str, str]:
-    package = sys.modules[
-        __name__.partition(".")[0]
-    ]  # modules inside the package must not import it
+    # Modules inside the package must not import it.
+    package = sys.modules[__name__.partition(".")[0]]
     return {
         "muonfx": str(getattr(package, "__version__", "unknown")),
         "torch": str(torch.__version__),

@@ -119,9 +119,8 @@ class Layout(ShardTable):
         # Each shard is copied to its place in zeros of the whole shape.
         wholes = map_named(zeros, locals_[0])
         whole_leaves = tree.named_leaves(wholes)
-        for rank in reversed(
-            range(self.size)
-        ):  # the lowest rank that holds a shard is last, as in `broadcast`
+        # The lowest rank that holds a shard is last, as in `broadcast`
+        for rank in reversed(range(self.size)):
             shards = tree.leaves(locals_[rank])
             for (name, whole), shard in zip(whole_leaves, shards, strict=True):
                 if whole is not None:
@@ -202,9 +201,8 @@ class Layout(ShardTable):
         """
         if isinstance(leaf, FlatShard) or is_dtensor(leaf):  # it is in global form already
             return leaf
-        if (
-            name not in self.specs
-        ):  # no parameter, such as a buffer of batch norm: a save compares it between the ranks
+        # No parameter, such as a buffer of batch norm: a save compares it between the ranks.
+        if name not in self.specs:
             return leaf
         position = self.position(name)
         # A leaf of the whole shape counts as whole on all ranks, even if this rank's shard has the same shape.
@@ -226,9 +224,8 @@ class Layout(ShardTable):
         """
 
         def to_local(name: str, leaf: Tensor | FlatShard) -> Tensor:
-            if isinstance(
-                leaf, FlatShard
-            ):  # its values are 1-d, and a rank's shard may have more dims
+            # Its values are 1-d, and a rank's shard may have more dims.
+            if isinstance(leaf, FlatShard):
                 return leaf.data.view(self.position(name).shape)
             return leaf
 

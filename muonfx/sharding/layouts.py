@@ -65,9 +65,8 @@ def replicated(params: PyTree, group: Group = None) -> Layout:
     """
     specs = specs_of(params)
     size, rank, process_group = _ranks(group)
-    whole = functools.cache(
-        Whole
-    )  # parameters of one shape share a partition, with its remembered values
+    # Parameters of one shape share a partition, with its remembered values.
+    whole = functools.cache(Whole)
     cuts = {name: whole(spec.shape, size) for name, spec in specs.items()}
     return Layout("replicated", specs, cuts, size, rank, process_group)
 

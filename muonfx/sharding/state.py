@@ -138,17 +138,14 @@ def _placements(
     `visited` is the transform, with its parameters (whole, on the meta device) and the path of its state. `plan` says
     which rank computes each matrix, if the transform needs whole matrices.
     """
-    if (
-        visited.state is None
-    ):  # its caller may store its state in a form of its own, and has described it
+    # Its caller may store its state in a form of its own, and has described it.
+    if visited.state is None:
         return {}
-    state = fixed(visited).functions.init(
-        visited.params
-    )  # of this transform alone, with whole leaves
+    # Of this transform alone, with whole leaves.
+    state = fixed(visited).functions.init(visited.params)
     leaves = tree.leaves(state)
-    param_names: Sequence[str | None] = [None] * len(
-        leaves
-    )  # for each leaf, the parameter to which it belongs
+    # For each leaf, the parameter to which it belongs.
+    param_names: Sequence[str | None] = [None] * len(leaves)
     if not _is_equal_on_all_ranks(binding, visited, state):
         param_names = parameters_of(state, visited.params)
     named_params = tree.named_leaves(visited.params)
@@ -179,9 +176,8 @@ def _placement_of_leaf(
         return LeafPlacement(
             name, shape, leaf.dtype, owned=True, shards=shards, shard=shard_of_rank
         )
-    if name is not None and leaf.shape != shape_of.get(
-        name, leaf.shape
-    ):  # it cannot be sharded like its parameter
+    # It cannot be sharded like its parameter.
+    if name is not None and leaf.shape != shape_of.get(name, leaf.shape):
         name = None
     return LeafPlacement(name, shape, leaf.dtype)
 
@@ -229,15 +225,13 @@ def leaf_to_dtensor(
     if placement.name not in layout.dtensors or is_dtensor(leaf):
         return leaf
     computes_no_matrices = placement.local is None
-    if placement.owned and (
-        computes_no_matrices or leaf is not None
-    ):  # the leaf of the owners' matrices
+    # The leaf of the owners' matrices.
+    if placement.owned and (computes_no_matrices or leaf is not None):
         return _owned_to_dtensor(layout, placement, placement.name, leaf)
     if leaf is None:  # the transform has no state for this parameter
         return None
-    return parameter_like(
-        layout, placement.name, leaf, old_leaf
-    )  # the leaf is sharded like its parameter
+    # The leaf is sharded like its parameter.
+    return parameter_like(layout, placement.name, leaf, old_leaf)
 
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
@@ -248,9 +242,8 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) 
     rank, and becomes None.
     """
     leaves, treedef = tree.flatten(state)
-    if are_plain(
-        leaves
-    ):  # there is nothing to replace: the parameters are no DTensors, and nothing was loaded
+    # There is nothing to replace: the parameters are no DTensors, and nothing was loaded.
+    if are_plain(leaves):
         return state
     placements = describe_state(binding, tx, params)
     is_of_another_transform = len(placements) != len(leaves)
@@ -266,9 +259,8 @@ def _local_leaf(placement: LeafPlacement | None, leaf: Any) -> Any:
     """Return a leaf of a state as `update` uses it on this rank: a local tensor, or None if other ranks compute it."""
     if isinstance(leaf, FlatShard):  # its values have one dim
         return _in_local_shape(leaf.data, placement)
-    if (
-        is_dtensor(leaf) and placement is not None and placement.owned
-    ):  # its values have the dims of the whole leaf
+    # Its values have the dims of the whole leaf.
+    if is_dtensor(leaf) and placement is not None and placement.owned:
         return _in_local_shape(local_of(leaf), placement)
     # A local tensor, or a DTensor whose local tensor has the shape of this rank's shard.
     return local_of(leaf)
@@ -302,13 +294,11 @@ def global_leaf(
     which this rank computes the last two, the momentum becomes a `FlatShard` of 32 elements, which begin at element 32
     of the whole momentum.
     """
-    if (
-        placement is None or placement.name is None
-    ):  # a leaf without a parameter is whole on all ranks
+    # a leaf without a parameter is whole on all ranks
+    if placement is None or placement.name is None:
         return leaf
-    if (
-        placement.owned and placement.shard is None
-    ):  # this rank computes no matrices: an interval without elements
+    # This rank computes no matrices: an interval without elements.
+    if placement.owned and placement.shard is None:
         return FlatShard(placement.shape, 0, torch.empty(0, dtype=placement.dtype, device=device))
     if leaf is None:  # the transform has no state for this parameter
         return None
@@ -382,9 +372,8 @@ def _global_dtensor(
     """Build a DTensor with the whole shape of a leaf. `local` is None on a rank that is not on the mesh."""
     if local is None:
         local = _empty_on(mesh, placement.dtype)
-    stride = torch.empty(
-        placement.shape, device="meta"
-    ).stride()  # of a contiguous tensor of the whole shape
+    # Of a contiguous tensor of the whole shape.
+    stride = torch.empty(placement.shape, device="meta").stride()
     return dtensor_of(local, mesh, placements, placement.shape, stride)
 
 

@@ -166,9 +166,8 @@ def sharded(
             "tx: found a sharded transform, expected a transform for whole tensors: pass tx.arguments['tx']"
         )
     require_layout(layout)
-    with construction(
-        lambda: layout.group
-    ):  # an error is reported to the other ranks, which may wait for this one
+    # An error is reported to the other ranks, which may wait for this one.
+    with construction(lambda: layout.group):
         positive_int("bucket_bytes", bucket_bytes)
     settings = Settings(replicas, bucket_bytes)
     inner = inner_of(tx)  # without offload
@@ -255,9 +254,8 @@ def _progress_of(memory: Memory, binding: Binding, inner: Transform) -> Progress
     each step, ``sharded(muon(rate), layout)``, and call `init` of the first only. The others continue the count of the
     first. `binding` has it by the structure of the `inner` transform, which is equal for all rates.
     """
-    if (
-        _PROGRESS in memory
-    ):  # `init` was called for this very transform, or an optimizer counts its steps
+    # `init` was called for this very transform, or an optimizer counts its steps
+    if _PROGRESS in memory:
         return memory[_PROGRESS]
     # Without any `init`, for example with a loaded state, the count starts here.
     return binding.progress_of.setdefault(inner.treedef, Progress())
@@ -402,9 +400,8 @@ def agreed_call(
         unplaced=unplaced,
         same=facts,
         explain=lambda: _facts_as_texts(binding, tx, local, facts),
-        request=progress.needs_verification(
-            local.state
-        ),  # if one rank must compare replicas, all ranks do
+        # If one rank must compare replicas, all ranks do.
+        request=progress.needs_verification(local.state),
     )
     # 4. In the first step after `init` or a load on any rank: the replicas have equal values.
     if agreement.is_requested:
@@ -490,9 +487,8 @@ def _check_trees(binding: Binding, tx: Transform, call: Arguments, local: Argume
     if call.params is not None:
         require_shards(binding.layout, call.params)
         checks.check_updates_fit(local.params, local.updates)
-    with_dtypes = (
-        local.params is not None
-    )  # without parameters, the dtypes of the state are unknown
+    # Without parameters, the dtypes of the state are unknown.
+    with_dtypes = local.params is not None
     binding.check_state(tx, local.like, local.state, with_dtypes=with_dtypes)
 
 
@@ -579,9 +575,8 @@ def _prepare_facts(binding: Binding, tx: Transform, params: PyTree) -> _Prepared
     The digest is a short hash, which ranks compare in place of long texts. The values of counters change in each step,
     but not where they are in the state.
     """
-    placements = describe_state(
-        binding, tx, params
-    )  # for each leaf of the state, the parameter to which it belongs
+    # For each leaf of the state, the parameter to which it belongs.
+    placements = describe_state(binding, tx, params)
     counter_indices: dict[str, int] = {}
     for index, placement in enumerate(placements):
         if placement is not None and placement.name is None:  # the leaf belongs to no parameter
@@ -630,9 +625,8 @@ def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
     """
     schedules: dict[str, Callable[[Tensor], Any]] = {}
     for index, inner in enumerate(within(tx)):
-        types_of = (
-            inner.factory.definition.accepted_types
-        )  # by argument, its types, such as {"float", "Schedule"}
+        # By argument, its types, such as {"float", "Schedule"}.
+        types_of = inner.factory.definition.accepted_types
         for name, value in inner.arguments.items():
             # A function is a schedule if its argument may be one: ``learning_rate=lambda step: 0.1 / (1 + step)``.
             is_function_as_schedule = callable(value) and "Schedule" in types_of[name]
@@ -660,9 +654,8 @@ def _comparable_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str, ob
     """
     equal_leaves = _equal_leaves_of_extras(tx, extras)
     texts: dict[str, object] = {}
-    for name, leaf in tree.named_leaves(
-        dict(extras)
-    ):  # sorted: ranks may pass them in different orders
+    # Sorted: ranks may pass them in different orders.
+    for name, leaf in tree.named_leaves(dict(extras)):
         if name in equal_leaves:
             texts[name] = comparable(leaf)
         else:
@@ -734,9 +727,8 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     # The state must be one that `init` would return on this rank.
     checked = local
     has_containers = params is not None or inner.treedef in binding.likes
-    if (
-        not has_containers
-    ):  # `like` is a flat dict of names, but the parameters, and so the state, may be nested
+    # `like` is a flat dict of names, but the parameters, and so the state, may be nested
+    if not has_containers:
         checked = _in_containers_of(binding.init(inner, like), local)
     binding.check_state(inner, local_tree(like), checked, with_dtypes=False)
     # Each leaf gets its position in the whole tensor, such as "elements 0 to 4".
@@ -812,9 +804,8 @@ def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTre
         )
     inner_or_offloaded = tx.arguments["tx"]
     inner = inner_of(inner_or_offloaded)
-    store = store_of(
-        inner_or_offloaded
-    )  # where the state is between steps: in memory, or where `offload` puts it
+    # Where the state is between steps: in memory, or where `offload` puts it.
+    store = store_of(inner_or_offloaded)
     binding = bind(tx.layout, settings_of(tx), store)
     if params is None:
         params = binding.shapes_of_params(inner)

@@ -376,9 +376,8 @@ def _is_same_item(key: str, saved_value: Any, value: Any) -> bool:
     """
     if saved_value == value:
         return True
-    is_computed = key == "first losses" or key.startswith(
-        AVERAGES
-    )  # another machine rounds these otherwise
+    # Another machine rounds these otherwise.
+    is_computed = key == "first losses" or key.startswith(AVERAGES)
     return is_computed and saved_value is not None and are_same_losses(saved_value, value)
 
 
@@ -393,9 +392,8 @@ def _description_of(
     """
     numbers: list[Any] = []
     for number in tree.leaves(sweep.tx):
-        numbers.append(
-            torch.as_tensor(number, dtype=torch.float64).tolist()
-        )  # not rounded to float32
+        # Not rounded to float32.
+        numbers.append(torch.as_tensor(number, dtype=torch.float64).tolist())
     description: dict[str, Any] = {
         "optimizer": name,
         "rates": list(dict.fromkeys(run.rate for run in runs)),  # each once

@@ -63,9 +63,8 @@ class Sweep:
     def start(self) -> Progress:
         """Return the initial parameters and states. Sets the random state of torch, as `train` does."""
         params = self._for_each_run("init", self.task.init)
-        torch.manual_seed(
-            _random_seed(self.seeds[0], step=-1)
-        )  # for transforms whose initial states are random
+        # For transforms whose initial states are random.
+        torch.manual_seed(_random_seed(self.seeds[0], step=-1))
         init: Callable[[Transform, Params], PyTree] = self._over_runs(
             lambda tx, params: tx.init(params)
         )
@@ -117,14 +116,12 @@ class Sweep:
         batch = self.task.validation
         if batch is None:
             return torch.full((len(self.seeds),), torch.nan, dtype=torch.float64)
-        if (
-            self.is_mapped
-        ):  # `vmap` takes a batch for each run from the first dim: here the same one for all
+        # `vmap` takes a batch for each run from the first dim: here the same one for all
+        if self.is_mapped:
             batch = tree.map(lambda leaf: leaf.expand(len(self.seeds), *leaf.shape), batch)
         params = progress.params
-        if (
-            self.eval_params is not None
-        ):  # for example, the average of the iterates in place of the last one
+        # For example, the average of the iterates in place of the last one.
+        if self.eval_params is not None:
             params = self._over_runs(self._params_to_validate)(progress.state, params)
         return self._losses(self.task.validation_loss or self.task.loss, params, batch)
 

@@ -247,7 +247,8 @@ def check_transform(
                 smaller = _shrunk(check, params, number, seed)
             smallest = smaller or _on_one_leaf(check, violation)
             if stop_at_first:
-                raise smallest from violation.__cause__  # the error within the law, if it raised one
+                # The error within the law, if it raised one.
+                raise smallest from violation.__cause__
             violations.append(smallest)
     if violations:
         raise LawViolations(violations)
@@ -273,9 +274,8 @@ def _with_extras(tx: Transform, extras: Mapping[str, Extra]) -> Transform:
     """Return a transform that passes extra arguments to every update of ``tx``; without any, return ``tx`` itself."""
     if tx.extras.required - extras.keys():
         raise _requires_extras(tx)
-    check_extras(
-        tx, dict.fromkeys(extras, torch.ones(()))
-    )  # the names, with some number as their values
+    # The names, with some number as their values.
+    check_extras(tx, dict.fromkeys(extras, torch.ones(())))
     if not extras:
         return tx
     return with_extras(tx, {name: _as_number(extra) for name, extra in extras.items()})

@@ -129,9 +129,8 @@ class Example(NamedTuple):
         5
         """
         number_of_steps = max(steps, len(self.steps))
-        repeated_steps = list(
-            islice(cycle(self.steps), number_of_steps)
-        )  # such as the steps 0, 1, 2, 0, 1
+        # Such as the steps 0, 1, 2, 0, 1.
+        repeated_steps = list(islice(cycle(self.steps), number_of_steps))
         return Example(self.params, repeated_steps)
 
 
@@ -320,9 +319,8 @@ def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
     shapes = {name: shape for name, shape in _SHAPES.items() if min_ndim <= len(shape) <= max_ndim}
 
     def example_in(dtype: torch.dtype) -> Example:
-        return Example.of(
-            shapes, steps=3, seed=1, dtype=dtype
-        )  # the same values in every dtype, up to rounding
+        # The same values in every dtype, up to rounding.
+        return Example.of(shapes, steps=3, seed=1, dtype=dtype)
 
     plain = example_in(torch.float32)
     params, steps = plain
@@ -405,9 +403,8 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
     """
     if layout == "transposed" and values.ndim >= 2:  # columns, not rows, are contiguous in memory
         return values.mT.contiguous().mT
-    if (
-        layout == "gaps" and values.ndim
-    ):  # every second element of a buffer; [1, 2] is stored as 1 2 2 3
+    # Every second element of a buffer; [1, 2] is stored as 1 2 2 3.
+    if layout == "gaps" and values.ndim:
         buffer = torch.stack([values, values + 1], dim=-1)
         return buffer[..., 0]
     if layout == "offset":  # all elements of a buffer but the first three
@@ -495,9 +492,8 @@ def _examples(
     random_params = draw(trees_of_random_leaves)
     seed = draw(_SEEDS)
     random_grads = random_params  # of the same shapes and dtypes
-    if draw(
-        _IN_ONE_OF_FOUR
-    ):  # not by a conversion to float32, which would have only values of narrow dtypes
+    # Not by a conversion to float32, which would have only values of narrow dtypes.
+    if draw(_IN_ONE_OF_FOUR):
         random_grads = _with_properties(random_params, dtype=torch.float32)
     grads_of_steps: list[PyTree] = []
     for step in range(draw(st.integers(*steps))):

@@ -118,9 +118,8 @@ def _require_unwritten(values: Mapping[str, Tensor]) -> None:
     if torch.compiler.is_compiling():
         return
     for name, value in values.items():
-        was_written = (
-            not value.is_inference() and value._version > 0
-        )  # torch counts writes, but none in inference mode
+        # Torch counts writes, but none in inference mode.
+        was_written = not value.is_inference() and value._version > 0
         if was_written:
             raise WrittenExtra(
                 f"the update has written into its extra argument {name!r}, which is a tensor of the caller: compute a "

@@ -165,9 +165,8 @@ def law(
     def register(function: LawFunction) -> LawFunction:
         check = _on_prepared_examples(function, on)
         name = function.__name__
-        family = function.__module__.rpartition(".")[
-            2
-        ]  # "algebra" of "muonfx.testing.laws.algebra"
+        # "algebra" of "muonfx.testing.laws.algebra"
+        family = function.__module__.rpartition(".")[2]
         LAWS[name] = Law(name, check, family, why_not=unless, share=share)
         return check
 

@@ -43,9 +43,8 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
     linear_schedule(start=0.0, end=0.125, steps=1)
     """
     values = st.sampled_from((0.0, 0.125, 0.5, 1.0))
-    lengths = st.integers(
-        0, 4
-    )  # short, so that an example of a few steps reaches the end of a schedule
+    # Short, so that an example of a few steps reaches the end of a schedule.
+    lengths = st.integers(0, 4)
 
     # The lengths of the phases are drawn, since a total number of steps must not be less than their sum.
     def cosine(peak: float, warmup: int, decay: int) -> sch.Schedule:
@@ -343,9 +342,8 @@ def chains(
     [identity()]
     """
     names = _names(matrices)
-    names.remove(
-        "master_params"
-    )  # it contains a whole chain, so it cannot be a member of another chain
+    # It contains a whole chain, so it cannot be a member of another chain.
+    names.remove("master_params")
     lists = st.lists(transforms(names), min_size=min_size, max_size=max_size)
     return lists.filter(_is_sensible)
 

@@ -98,9 +98,8 @@ def shown(leaf: object) -> str:
     if not isinstance(leaf, Tensor):
         return repr(leaf)
     text = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
-    if (
-        leaf.device.type != "cpu"
-    ):  # reading its values would wait for the device, or they do not exist (meta)
+    # Reading its values would wait for the device, or they do not exist (meta)
+    if leaf.device.type != "cpu":
         return f"{text} on {leaf.device}"
     if not leaf.is_contiguous():
         text += f" strides {leaf.stride()}"
@@ -181,9 +180,8 @@ def _compare(
         raise Breach(what, text)
     for number, (leaf, expected_leaf) in enumerate(zip(leaves, expected_leaves, strict=True)):
         if not _equal_leaves(leaf, expected_leaf, same):
-            name = tree.names(expected)[
-                number
-            ]  # only now, since most comparisons find no difference
+            # Only now, since most comparisons find no difference.
+            name = tree.names(expected)[number]
             raise Breach(
                 f"{what} {name!r}", _difference(leaf, expected_leaf, expected_is, describe)
             )

@@ -119,11 +119,11 @@ class Leaf:
     def __init__(
         self, key: str | int, numbers: Iterator[int], operation: Operation | None = None
     ) -> None:
-        self.key = key  # the name of an operand of the step, such as "state.trace", or the number of a result
+        # The name of an operand of the step, such as "state.trace", or the number of a result.
+        self.key = key
         self.numbers = numbers  # counts the results of a step
-        self.operation = (
-            operation  # the one that computes a result; None for an operand of the step
-        )
+        # The one that computes a result; None for an operand of the step.
+        self.operation = operation
 
     @classmethod
     def __torch_function__(
@@ -147,9 +147,8 @@ class Leaf:
             )
         # If this class has a method of the name, such as Leaf.sqrt, it records one call on the list of all leaves.
         method = getattr(cls, name, None)
-        if (
-            method is not None and args and isinstance(args[0], Leaf)
-        ):  # not torch.mul(2.0, x): 2.0 has no such method
+        # Not torch.mul(2.0, x): 2.0 has no such method.
+        if method is not None and args and isinstance(args[0], Leaf):
             return method(*args, **kwargs)
         # Any other function, such as torch.where, is called once for each leaf.
         return _record_for_each(function, *args, **kwargs)
@@ -159,9 +158,8 @@ class Leaf:
 
     def __getattr__(self, name: str) -> Callable[..., Leaf]:
         """Return a function that records a call of the tensor method ``name`` and returns a placeholder."""
-        method: Callable[..., Tensor] | None = getattr(
-            Tensor, name, None
-        )  # Tensor.abs for ``u.abs()``
+        # Tensor.abs for ``u.abs()``
+        method: Callable[..., Tensor] | None = getattr(Tensor, name, None)
         if not callable(method) or name.startswith("__"):
             raise AttributeError(
                 f"leafwise: a step runs for all leaves at once, so a leaf has no {name}; {_TRANSFORM}"
@@ -311,9 +309,8 @@ def _record_for_each(function: Callable[..., Any], *args: object, **kwargs: obje
     In ``torch.where(mask, 0.0, u)``, ``mask`` and ``u`` are placeholders (`Leaf`). Each represents one tensor for each
     leaf, which replaces it later.
     """
-    flat_args, treedef = tree.flatten(
-        (args, kwargs)
-    )  # arguments may be nested, as in torch.stack([x, y])
+    # Arguments may be nested, as in torch.stack([x, y])
+    flat_args, treedef = tree.flatten((args, kwargs))
     operands = [argument for argument in flat_args if isinstance(argument, Leaf)]
     # Later, `call` receives a list with the tensors of all leaves for each placeholder.
     call = functools.partial(_call_for_each, function, treedef, flat_args)
@@ -453,17 +450,15 @@ class Values:
         reads any more is freed.
         """
         self._remaining_uses = dict(plan.uses)
-        with ew.unrecorded(
-            *self._operands, plan.scalars
-        ):  # autograd records nothing, unless it must
+        # Autograd records nothing, unless it must.
+        with ew.unrecorded(*self._operands, plan.scalars):
             for number, operation in plan.operations.items():
                 if number not in self._values:  # else a sum over leaves has needed it already
                     self._values[number] = self._computed(operation)
                 for operand in operation.operands:
                     self._remaining_uses[operand.key] -= 1
-                    is_result = (
-                        operand.operation is not None
-                    )  # operands of the step are read again by `take`
+                    # Operands of the step are read again by `take`
+                    is_result = operand.operation is not None
                     if is_result and not self._remaining_uses[operand.key]:
                         del self._values[operand.key]
 

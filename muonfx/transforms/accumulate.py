@@ -104,9 +104,8 @@ class _Accumulation:
 
     def init(self, params: PyTree) -> AccumulateState:
         """Return sums of zero, with both counts in CPU memory, where Python can read them without a sync."""
-        host = (
-            "meta" if device_of(params).type == "meta" else "cpu"
-        )  # on the meta device, nothing is computed
+        # On the meta device, nothing is computed.
+        host = "meta" if device_of(params).type == "meta" else "cpu"
         number_of_leaves = len(tree.leaves(params))
         return AccumulateState(
             count=torch.zeros((), dtype=torch.int64, device=host),
@@ -156,22 +155,19 @@ class _Accumulation:
         if is_last is None:
             is_last = accumulated.count >= self._every
         if isinstance(is_last, Tensor):
-            is_unknown = is_traced() or is_wrapped(
-                is_last
-            )  # Python cannot branch on a tensor without a value
+            # Python cannot branch on a tensor without a value.
+            is_unknown = is_traced() or is_wrapped(is_last)
             if is_unknown:
                 return self._run_traced(is_last, accumulated, updates, params, extras)
 
         if not is_last:
             return _wait(updates, accumulated)
         updated_leaves = updates
-        if (
-            not torch.compiler.is_compiling()
-        ):  # a compiled graph has all gradients, and cannot read their counts
+        # a compiled graph has all gradients, and cannot read their counts
+        if not torch.compiler.is_compiling():
             updated_leaves = _leaves_with_any_gradient(updates, params, accumulated)
-        donation = Donation(
-            updates=donate.state, state=donate.state
-        )  # the gradients are new tensors
+        # The gradients are new tensors.
+        donation = Donation(updates=donate.state, state=donate.state)
         return self._step(updated_leaves, accumulated, params, donation, extras)
 
     def _run_traced(
@@ -303,9 +299,8 @@ def _leaves_with_any_gradient(
     1 and 0 gradients so far. The result is ``{"a": g, "b": params["b"], "c": None}``.
     """
     leaves, treedef = tree.flatten(updates)
-    if all(
-        leaf is not None for leaf in leaves
-    ):  # the usual case: every parameter has a gradient now
+    # The usual case: every parameter has a gradient now.
+    if all(leaf is not None for leaf in leaves):
         return updates
     stand_ins = tree.leaves(accumulated.sums if params is None else params)
     counts = accumulated.seen.tolist()  # sorted by path, and on the CPU, so tolist() does not sync

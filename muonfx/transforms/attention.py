@@ -158,9 +158,8 @@ def _plain(x: Tensor) -> Tensor:
     NotImplementedError for a tensor with a batch of models (``vmap``) or of sequences of several lengths (nested).
     """
     x = x.detach()  # first, because `torch.func` wraps the result
-    if (
-        torch.compiler.is_compiling()
-    ):  # a compiler cannot trace the queries below, and traces `torch.func` itself
+    # a compiler cannot trace the queries below, and traces `torch.func` itself
+    if torch.compiler.is_compiling():
         return x
     while is_wrapped(x):  # once for each `torch.func.grad` around the call
         if _C._functorch.is_batchedtensor(x):
@@ -226,9 +225,8 @@ class _Collector(TorchFunctionMode):
             return
         module = self._running[-1]  # the innermost one
         all_logits = self._of_all_heads(logits)
-        earlier_logits = self.largest_logits.get(
-            module, all_logits
-        )  # at the first call, the logits themselves
+        # At the first call, the logits themselves.
+        earlier_logits = self.largest_logits.get(module, all_logits)
         if len(earlier_logits) != len(all_logits):
             raise _other_number_of_heads(module, len(earlier_logits), len(all_logits))
         # Under `torch.func.grad`, results of plain tensors are wrapped too, and the dict outlives the call.
@@ -380,9 +378,8 @@ def _modules_by_plain_name(model: nn.Module) -> dict[str, nn.Module]:
     """
     submodules = {name: module for name, module in model.named_modules() if name}
     # `unwrapped` takes names of parameters, so it receives the name that a parameter of each module would have.
-    plain_name_of = unwrapped(
-        [f"{name}.weight" for name in submodules]
-    )  # {"module.attn.weight": "attn.weight"}
+    # {"module.attn.weight": "attn.weight"}
+    plain_name_of = unwrapped([f"{name}.weight" for name in submodules])
     plain_modules = {"": model}
     for name, module in submodules.items():
         plain_parameter = plain_name_of[f"{name}.weight"]

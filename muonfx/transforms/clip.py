@@ -172,9 +172,8 @@ def _squares(leaves: list[Tensor]) -> list[Tensor]:
     can_be_stacked = len(devices_and_dtypes) == 1 and not torch.compiler.is_compiling()
     if not can_be_stacked:
         return list(map(_with_small_square, norms))
-    all_squares = _with_small_square(
-        torch.stack(norms)
-    )  # three kernel launches in all, not per leaf
+    # Three kernel launches in all, not per leaf.
+    all_squares = _with_small_square(torch.stack(norms))
     return list(all_squares.unbind())
 
 

@@ -59,9 +59,8 @@ def _init_and_update(
         memory: a dict that stores which parameters decay, for transforms that differ in numbers only.
     """
     weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)
-    which_decay = resolve_mask(
-        f"{name}: mask", mask, memory
-    )  # from parameters to a bool for each leaf
+    # From parameters to a bool for each leaf.
+    which_decay = resolve_mask(f"{name}: mask", mask, memory)
 
     def init(params: PyTree) -> EmptyState:
         which_decay(params)  # raises an error if the mask does not fit the parameters
@@ -72,17 +71,15 @@ def _init_and_update(
     ):
         """Add ``sign * weight_decay * w`` to the update u of each weight w that decays: u and w are lists of these."""
         params = params_for(name, params)
-        if (
-            isinstance(weight_decay, float) and weight_decay == 0.0
-        ):  # nothing to add; a tensor is not read here
+        # Nothing to add; a tensor is not read here.
+        if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
         leaves, treedef = tree.flatten(updates)
         for index, decays in enumerate(which_decay(params)):
             if not decays:
                 leaves[index] = None
-        decaying = Present(
-            tree.unflatten(treedef, leaves)
-        )  # the leaves that decay and have a gradient
+        # The leaves that decay and have a gradient.
+        decaying = Present(tree.unflatten(treedef, leaves))
         u = decaying.pick(updates)
         w = ew.cast_like(decaying.pick(params), u)
         if caution:
@@ -205,9 +202,8 @@ def subtract_decayed_weights(
         >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[0]
         {'w': tensor([-0.5000])}
     """
-    weight_decay = checks.fraction(
-        "weight_decay", weight_decay
-    )  # a larger one would reverse the parameters
+    # a larger one would reverse the parameters
+    weight_decay = checks.fraction("weight_decay", weight_decay)
     return _init_and_update(
         "subtract_decayed_weights",
         weight_decay,

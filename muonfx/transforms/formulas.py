@@ -20,9 +20,8 @@ def running_average(average: Tensor, value: Tensor, decay: Scalar) -> Tensor:
     # Two forms of the formula, which differ in rounding. The difference loses the last digits of the smaller number, so
     # the form for a decay below 1/2 starts from the value, whose weight is larger there.
     difference = value - average
-    if isinstance(
-        decay, Tensor
-    ):  # Python cannot branch on its value without a sync, so both are computed
+    # Python cannot branch on its value without a sync, so both are computed.
+    if isinstance(decay, Tensor):
         from_average = average + (1.0 - decay) * difference
         from_value = value - decay * difference
         return torch.where(decay < 0.5, from_value, from_average)

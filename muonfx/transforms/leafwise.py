@@ -190,9 +190,8 @@ class Number:
     def __post_init__(self) -> None:
         if not isinstance(self.start, int | float | Tensor) or isinstance(self.start, bool):
             raise TypeError(f"Number: start must be a number or a tensor, found {self.start!r}")
-        if isinstance(self.start, float) and math.isnan(
-            self.start
-        ):  # infinity is the start of a least value
+        # Infinity is the start of a least value.
+        if isinstance(self.start, float) and math.isnan(self.start):
             raise ValueError(f"Number: start must be a number, found {self.start!r}")
 
 
@@ -242,9 +241,8 @@ def leafwise(
     position: Position | Callable[..., Position | None] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
-) -> Callable[
-    [Callable[P, StateAndStep]], Callable[P, Transform]
-]: ...  # for ``@leafwise(reads_params=True)``
+    # For ``@leafwise(reads_params=True)``
+) -> Callable[[Callable[P, StateAndStep]], Callable[P, Transform]]: ...
 
 
 def leafwise(
@@ -395,9 +393,8 @@ def state_and_step(
     if not (type(returned) is tuple and len(returned) == 2 and callable(returned[1])):
         raise TypeError(f"{caller} constructor returns a state and a step, found {returned!r}")
     state, step = returned
-    for name, item in tree.named_leaves(
-        state
-    ):  # the items of the state, such as "trace" and its slot
+    # The items of the state, such as "trace" and its slot.
+    for name, item in tree.named_leaves(state):
         if not isinstance(item, types):
             type_names = " and ".join([expected.__name__ for expected in types])
             raise TypeError(
@@ -431,18 +428,16 @@ def _require_params(caller: str, step: Step) -> None:
 def _require_no_params(caller: str, state: PyTree, step: Step) -> None:
     """Raise TypeError if a slot starts at the parameters, or the step requires three arguments: (u, s, p)."""
     for name, item in tree.named_leaves(state):
-        if (
-            isinstance(item, Slot) and item.start == "params"
-        ):  # `init` may receive parameters whose values are NaN
+        # `init` may receive parameters whose values are NaN
+        if isinstance(item, Slot) and item.start == "params":
             raise TypeError(
                 f"{caller} constructor whose slot {name!r} starts at the parameters declares reads_params=True"
             )
     if not isinstance(step, FunctionType):
         return
     defaults = step.__defaults__ or ()
-    number_required = step.__code__.co_argcount - len(
-        defaults
-    )  # 2 for ``lambda u, s, scale=0.1: ...``
+    # 2 for ``lambda u, s, scale=0.1: ...``
+    number_required = step.__code__.co_argcount - len(defaults)
     if number_required == 3:
         raise TypeError(
             f"{caller} constructor whose step takes three arguments, (u, s, p), declares reads_params=True"
@@ -484,9 +479,8 @@ def _locality_of_transform(
     """
     locality = locality_of_step
     for item in tree.leaves(state):
-        if isinstance(item, Slot) and isinstance(
-            item.dtype, QuantizedDtype
-        ):  # the elements of a block share a scale
+        # The elements of a block share a scale.
+        if isinstance(item, Slot) and isinstance(item.dtype, QuantizedDtype):
             locality = max(locality, Locality.LEAF)  # the larger one depends on more elements
     if "sum_over_leaves" not in _extra_names(step):
         return locality
@@ -533,15 +527,13 @@ class _Formula:
         """
         self._name = name
         self._declared = declared
-        self._items: dict[str, Slot | StepCount | Number] = dict(
-            tree.named_leaves(declared)
-        )  # {"trace": Slot()}
+        # {"trace": Slot()}
+        self._items: dict[str, Slot | StepCount | Number] = dict(tree.named_leaves(declared))
         self._step = step
         self._extra_names = _extra_names(step)  # of its extra arguments, such as "sum_over_leaves"
         self._reads_params = reads_params
-        self._saved_step: RecordedStep | None = (
-            None  # if its operations are the same at each update
-        )
+        # If its operations are the same at each update.
+        self._saved_step: RecordedStep | None = None
 
     def functions(self) -> InitAndUpdate:
         """Return ``init`` and ``update`` of the transform, with the extra arguments of the step in the signature.
@@ -559,18 +551,15 @@ class _Formula:
             donate: Donation = NOTHING,
             **extras: object,
         ) -> tuple[PyTree, PyTree]:
-            step_extras = {
-                name: extras[name] for name in self._extra_names if name in extras
-            }  # {"value": ...}
+            # {"value": ...}
+            step_extras = {name: extras[name] for name in self._extra_names if name in extras}
             return self._run(updates, state, params, donate, step_extras)
 
-        if (
-            not torch.compiler.is_compiling()
-        ):  # the signature was read when the transform was created
+        # The signature was read when the transform was created.
+        if not torch.compiler.is_compiling():
             signature = inspect.signature(update)
-            *parameters, _extras = (
-                signature.parameters.values()
-            )  # all but the last one, ``**extras``
+            # All but the last one, ``**extras``
+            *parameters, _extras = signature.parameters.values()
             # Then the keyword-only parameters of the step, if it has any: a step need not be a Python function.
             if self._extra_names:
                 parameters_of_step = inspect.signature(self._step, follow_wrapped=False).parameters
@@ -584,9 +573,8 @@ class _Formula:
 
     def _state_of(self, items: list[Any]) -> PyTree:
         """Return a state with these items, in the containers that were declared: ``MomentumState(m)`` for ``[m]``."""
-        containers = tree.flatten(self._declared)[
-            1
-        ]  # it has another type under torch.compile, so it is not saved
+        # It has another type under torch.compile, so it is not saved.
+        containers = tree.flatten(self._declared)[1]
         return tree.unflatten(containers, items)
 
     def _items_of(self, state: object) -> dict[str, Any]:
@@ -622,9 +610,8 @@ class _Formula:
 
         # 4. Build the new trees from the lists.
         new_updates = updates
-        if (
-            recorded.new_update is not recorded.update
-        ):  # else the step returned the update unchanged
+        # Else the step returned the update unchanged.
+        if recorded.new_update is not recorded.update:
             tensors = values.take(
                 recorded.new_update, recorded.update, f"{self._name}: the step returns an update"
             )
@@ -643,17 +630,15 @@ class _Formula:
         present = Present(updates)  # the leaves that have a gradient
         operands = {"update": Value(present.pick(updates), may_write=donate.updates)}
         for name, item in self._items.items():
-            if isinstance(
-                item, Slot
-            ):  # else a number that all leaves share, which has no placeholder
+            # Else a number that all leaves share, which has no placeholder.
+            if isinstance(item, Slot):
                 tensors = read_slot(item, present, old_state[name])
                 is_copy = isinstance(item.dtype, QuantizedDtype)  # its 8-bit codes were decoded
                 operands[f"state.{name}"] = Value(tensors, may_write=donate.state or is_copy)
         if self._reads_params:
             params = params_for(self._name, params)
-            if (
-                self._reads_params == "updated"
-            ):  # the parameters after this update, as for `ema_params`
+            # The parameters after this update, as for `ema_params`
+            if self._reads_params == "updated":
                 params = apply_updates(params, updates)
             operands["params"] = Value(present.pick(params), may_write=False)
         return Values(present, operands)
@@ -664,9 +649,8 @@ class _Formula:
         If they are the same at each update, they are recorded once and saved. For a few small leaves, recording takes
         longer than the rest of an update.
         """
-        if (
-            torch.compiler.is_compiling()
-        ):  # a graph that depends on `_saved_step` is compiled again when it changes
+        # a graph that depends on `_saved_step` is compiled again when it changes
+        if torch.compiler.is_compiling():
             return self._call_step(old_state, extras)
         if self._saved_step is not None:
             return self._saved_step
@@ -705,9 +689,8 @@ class _Formula:
             step_args.append(Leaf("params", numbers))
 
         new_update, returned_state = update_and_state(self._name, self._step(*step_args, **extras))
-        if not isinstance(
-            new_update, Leaf
-        ):  # such as a tensor or 0.0, which does not depend on the update
+        # Such as a tensor or 0.0, which does not depend on the update.
+        if not isinstance(new_update, Leaf):
             update_type = type(new_update).__name__
             raise TypeError(
                 f"{self._name}: the step returns an update of type {update_type}, not one made of operands"

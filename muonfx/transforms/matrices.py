@@ -134,9 +134,8 @@ class MatrixView:
         The view ``{"*.q": "a"}``, extended by ``{"*.q": "b", "*.k": "c"}``, is ``{"*.q": "a", "*.k": "c"}``. (These
         letters are short for patterns.) There is no warning if a glob in ``more`` matches no parameter.
         """
-        if not more or isinstance(
-            self.pattern, str
-        ):  # a single pattern applies to all parameters already
+        # a single pattern applies to all parameters already
+        if not more or isinstance(self.pattern, str):
             return self
         if isinstance(more, str):
             more = {"*": more}  # for all names
@@ -145,9 +144,8 @@ class MatrixView:
         # so that its pattern is kept if both have the same glob.
         view = MatrixView({**patterns, **more, **patterns})
         new_globs = more.keys() - patterns.keys()
-        object.__setattr__(
-            view, "optional_globs", self.optional_globs | new_globs
-        )  # the class is frozen
+        # The class is frozen.
+        object.__setattr__(view, "optional_globs", self.optional_globs | new_globs)
         return view
 
 
@@ -200,9 +198,8 @@ class Matrices:
     def __init__(self, view: MatrixView, values: PyTree) -> None:
         """Split the tensors of a tree, such as the updates or the parameters; leaves of None are skipped."""
         self.present = Present(values)  # the positions of the tensors in the tree
-        self.leaves: list[Tensor] = self.present.pick(
-            values
-        )  # the tensors, in the order of the tree
+        # The tensors, in the order of the tree.
+        self.leaves: list[Tensor] = self.present.pick(values)
         self._patterns = _patterns_of(view, self.present, len(self.leaves))
         self._are_matrices = view.pattern is None and {leaf.ndim for leaf in self.leaves} <= {2}
         self.stacks = self.split(self.leaves)  # the stacks of all tensors
@@ -239,9 +236,8 @@ class Matrices:
 
     def _name_and_shape(self, index: int, leaf: Tensor) -> str:
         """Return the beginning of an error about a tensor, such as "'bias' has shape (3,)"."""
-        name = self.present.names()[
-            index
-        ]  # found only for an error, since this takes time for a nested tree
+        # Found only for an error, since this takes time for a nested tree.
+        name = self.present.names()[index]
         return f"{name!r} has shape {tuple(leaf.shape)}"
 
     def join(self, stacks: list[Tensor]) -> list[Tensor]:
@@ -273,9 +269,8 @@ class Matrices:
         for pattern in self._patterns:
             number_of_stacks = 1  # without a pattern, a tensor is one matrix
             if pattern is not None:
-                number_of_stacks = len(
-                    pattern.results
-                )  # the terms right of the arrow: 2 for "q in, k in"
+                # The terms right of the arrow: 2 for "q in, k in".
+                number_of_stacks = len(pattern.results)
             stacks_of_tensors.append(stacks[start : start + number_of_stacks])
             start += number_of_stacks
         return stacks_of_tensors

@@ -88,15 +88,13 @@ class Pattern:
         divided = _divided_axis(axes)
         part_sizes = [size_of[name] for name in axes[divided]]
         parts = tensor.split(part_sizes, dim=divided)
-        part_of = dict(
-            zip(axes[divided], parts, strict=True)
-        )  # {"q": rows 0 to 1, "k": rows 2 to 4}
+        # {"q": rows 0 to 1, "k": rows 2 to 4}
+        part_of = dict(zip(axes[divided], parts, strict=True))
         # 2. Bring the axes of each part into the order of its result, and merge those in parentheses, as in "(h d)".
         stacks: list[Tensor] = []
         for result in results:
-            (part_name,) = part_of.keys() & set(
-                _joined(result)
-            )  # the result ``in k`` needs the part k
+            # The result ``in k`` needs the part k.
+            (part_name,) = part_of.keys() & set(_joined(result))
             part = part_of[part_name].permute(_order(result, axes))
             stacks.append(part.reshape(_shape(result, size_of)))
         return stacks
@@ -111,14 +109,12 @@ class Pattern:
         dims, results, size_of = self._sized(shape)
         axes = _joined(dims)
         # 1. Give each axis of a stack a dim of its own, and bring these dims into their order in the tensor.
-        part_of: dict[
-            str, Tensor
-        ] = {}  # by each name in it; a part of the divided axis is in one result only
+        # By each name in it; a part of the divided axis is in one result only.
+        part_of: dict[str, Tensor] = {}
         for result, stack in zip(results, matrices, strict=True):
             names = _joined(result)
-            order = _order(
-                result, axes
-            )  # [1, 0] for ``in k``: dim 0 of the stack is the axis 1 of the tensor
+            # [1, 0] for ``in k``: dim 0 of the stack is the axis 1 of the tensor
+            order = _order(result, axes)
             # The permutation that undoes it: for each axis of the tensor, the dim of the stack that holds it.
             inverse_order = sorted(range(len(order)), key=order.__getitem__)
             sizes = [size_of[name] for name in names]
@@ -157,9 +153,8 @@ class Pattern:
             leading_names.update(names)
         for result in self.results:
             batch_names = _joined(result[:-2])  # the names before the rows and the columns
-            if not leading_names.issubset(
-                batch_names
-            ):  # as in ``e out in -> (e out) in``: one matrix, not a stack
+            # As in ``e out in -> (e out) in``: one matrix, not a stack.
+            if not leading_names.issubset(batch_names):
                 return False
         return len(leading_names) > 0  # without such a dim, the tensor is one matrix
 
@@ -202,9 +197,8 @@ class Pattern:
         # A unit begins with the first axis that belongs to rows or columns of a matrix, here (k + v). The axes before
         # it, here heads, count the units.
         matrix_names = _names_in_matrices(results)
-        row_dim = _first_with(
-            matrix_names, list(map(_joined, dims))
-        )  # the dim in which the unit begins
+        # The dim in which the unit begins.
+        row_dim = _first_with(matrix_names, list(map(_joined, dims)))
         first = _first_with(matrix_names, dims[row_dim])
         counting_axes = [*_joined(dims[:row_dim]), *dims[row_dim][:first]]
         has_no_columns = row_dim == len(shape) - 1
@@ -223,9 +217,8 @@ class Pattern:
         if is_divided_in_several_ways:  # as in "(q=2 + k=2) a b -> q a b, k b a"
             return None
 
-        is_one_matrix = (
-            len(unit_results) == 1 and len(unit_results[0]) == 2
-        )  # one result, without batch dims
+        # One result, without batch dims.
+        is_one_matrix = len(unit_results) == 1 and len(unit_results[0]) == 2
         begins_a_dim = first == 0  # not here: heads and (k + v) are in one dim
         row_text = _dim_text(row_axes, size_of)
         column_text = _dim_text(column_axes, size_of)
@@ -274,25 +267,21 @@ class Pattern:
         length = size  # of the axis that has the part without a size: 16 / 2
         for axis in dim:
             if all(name in self.sizes for name in axis):
-                length //= self._known_length(
-                    axis
-                )  # rounded if it does not divide; a check below raises then
+                # Rounded if it does not divide; a check below raises then.
+                length //= self._known_length(axis)
         size_of: dict[str, int] = {}
         for axis in dim:
             for name in axis:
                 if name in self.sizes:
                     size_of[name] = self.sizes[name]
                 else:
-                    size_of[name] = length - self._known_length(
-                        axis
-                    )  # what the other parts leave: 8 - 5
+                    # What the other parts leave: 8 - 5.
+                    size_of[name] = length - self._known_length(axis)
         lengths = _lengths(dim, size_of)
-        is_too_small = any(
-            part_size < 0 for part_size in size_of.values()
-        )  # as in ``(k + v=5)`` of size 4
-        if (
-            is_too_small or prod(lengths) != size
-        ):  # or the sizes in the pattern do not divide the size of the dim
+        # As in ``(k + v=5)`` of size 4.
+        is_too_small = any(part_size < 0 for part_size in size_of.values())
+        # Or the sizes in the pattern do not divide the size of the dim.
+        if is_too_small or prod(lengths) != size:
             raise ValueError(
                 f"a dim of size {size} does not divide into {_dim_text(dim, self.sizes)} of {self.text!r}: correct a "
                 "size in the pattern"
@@ -384,9 +373,8 @@ def _with_dots(result: Sequence[Group], dot_names: list[str]) -> list[Group]:
     [('out',), ('dim_0', 'dim_1')]
     """
     groups: list[Group] = []  # the names in each dim of the result
-    first_of_matrix = (
-        len(result) - 2
-    )  # rows and columns stay one dim each, so all names are put into that dim
+    # Rows and columns stay one dim each, so all names are put into that dim.
+    first_of_matrix = len(result) - 2
     for index, group in enumerate(result):
         if _DOTS not in group:
             groups.append(group)
@@ -456,9 +444,8 @@ def _items(text: str) -> tuple[list[_Item], dict[str, int]]:
         position = token.end()
         if token[1] == "(":  # token[1] is the token without the spaces before it
             open_lists.append([])
-        elif (
-            token[1] == ")"
-        ):  # the innermost list is complete: it becomes an item of the list around it
+        elif token[1] == ")":
+            # The innermost list is complete: it becomes an item of the list around it.
             closed_list = open_lists.pop()
             if not open_lists:  # the list of the whole side was closed, as in "a) b"
                 raise _Malformed("a closing parenthesis has no opening one")
@@ -576,9 +563,8 @@ def _check_results(dims: Sequence[Dim], results: Sequence[Sequence[Group]]) -> N
     if not part_names:  # no axis is divided
         expected_names.append(sorted(plain_names))
     names_of_results = [sorted(_joined(result)) for result in results]
-    if sorted(names_of_results) != sorted(
-        expected_names
-    ):  # results may have another order than the parts
+    # Results may have another order than the parts.
+    if sorted(names_of_results) != sorted(expected_names):
         texts = [f"one result with each of {', '.join(names)} once" for names in expected_names]
         raise _Malformed(f"right of the arrow, write {' and '.join(texts)}, separated by commas")
 

@@ -87,15 +87,13 @@ def on_stacks(
         units = pattern.independent(shapes[name])
         if units is None or (only_matrices and not units.are_matrices):
             continue
-        pattern_of_units[escape(name)] = (
-            units.pattern
-        )  # escaped, since a name may contain "*" or "["
+        # Escaped, since a name may contain "*" or "[".
+        pattern_of_units[escape(name)] = units.pattern
         shape_of_units[name] = units.shape
     if not shape_of_units:  # every parameter must be updated as a whole
         return tx, {}
-    new_view = MatrixView(pattern_of_units).extended(
-        view.pattern
-    )  # parameters without units keep their pattern
+    # Parameters without units keep their pattern.
+    new_view = MatrixView(pattern_of_units).extended(view.pattern)
     return tx.replace(view=new_view), shape_of_units
 
 
@@ -191,9 +189,8 @@ class MatrixSlot:
             return [stored]
         batch_dims = _shared_dims(matrices)  # 1: the dim of the heads
         shapes = [self._shape_of_state(stack) for stack in matrices]
-        lengths = [
-            prod(shape[batch_dims:]) for shape in shapes
-        ]  # [9, 4]: all dims after the batch dims were flattened
+        # [9, 4]: all dims after the batch dims were flattened
+        lengths = [prod(shape[batch_dims:]) for shape in shapes]
         flat_states = stored.split(lengths, dim=-1)
         return list(map(torch.reshape, flat_states, shapes))
 
@@ -321,9 +318,8 @@ def matrixwise(
         formula = _MatrixFormula(name, view, state, step, reads_params)
         return formula.init, formula.update
 
-    cost_of_leaf = (
-        None  # the option is for one matrix, and `transform` requires the cost of a whole parameter
-    )
+    # The option is for one matrix, and `transform` requires the cost of a whole parameter.
+    cost_of_leaf = None
     if cost is not None:
         cost_of_leaf = functools.partial(_cost_of_leaf, cost)
     as_transform = transform(
@@ -370,9 +366,8 @@ def _on_stacks(
     ``constructor`` is the decorated function, ``tx`` a transform that it has created, and ``shapes`` the shape of each
     parameter by name.
     """
-    state, _ = constructor(
-        **arguments_at(tx, 0)
-    )  # a schedule, such as a decay, is the number of step 0
+    # a schedule, such as a decay, is the number of step 0
+    state, _ = constructor(**arguments_at(tx, 0))
     has_matrix_state = any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
     # A matrix state of a stack of stacks has more dims than the state of a stack, so only plain stacks qualify.
     return on_stacks(tx, shapes, only_matrices=has_matrix_state)
@@ -405,9 +400,8 @@ def init_matrix_slot(slot: MatrixSlot, matrices: Matrices) -> PyTree:
     leaves = list(map(as_start, matrices.leaves))  # detached values, from which the state may start
     tensors: list[Tensor] = []
     for leaf, stacks in zip(leaves, matrices.grouped(matrices.split(leaves)), strict=True):
-        states = [
-            slot.start(stack.contiguous()) for stack in stacks
-        ]  # zeros of shape (8, 1, 1), for 8 heads
+        # Zeros of shape (8, 1, 1), for 8 heads.
+        states = [slot.start(stack.contiguous()) for stack in stacks]
         tensors.append(slot.rounded(slot.join(states, stacks), state_dtype(slot.dtype, leaf.dtype)))
     return matrices.present.fill(tensors)
 
@@ -454,9 +448,8 @@ class _MatrixFormula:
         self._name = name
         self._view = view
         self._declared = declared
-        self._slots: dict[str, Slot | MatrixSlot] = dict(
-            tree.named_leaves(declared)
-        )  # {"norm": MatrixSlot()}
+        # {"norm": MatrixSlot()}
+        self._slots: dict[str, Slot | MatrixSlot] = dict(tree.named_leaves(declared))
         self._step = step
         self._reads_params = reads_params
 

@@ -346,9 +346,8 @@ def scale_by_lion(
 
     def step(u: Leaf, s: LionState):
         mean = s.mu.lerp(u, 1.0 - b1)
-        out = mean.sign().add(
-            mean, alpha=0.0
-        )  # the sign of NaN would be 0; zero times NaN or infinity is NaN
+        # The sign of NaN would be 0; zero times NaN or infinity is NaN.
+        out = mean.sign().add(mean, alpha=0.0)
         m = s.mu.lerp(u, 1.0 - b2)
         return out, LionState(m)
 

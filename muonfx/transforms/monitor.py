@@ -31,9 +31,8 @@ class LeafMonitorState(NamedTuple):
     values: dict[str, dict[str, Tensor]]
     """For each metric, by the key "name/metric", a dict from the leaf to its latest value, 0-d fp32."""
 
-    is_equal_on_all_ranks = (
-        True  # no field: read by the sharding layer, which would shard the value of a 0-d leaf
-    )
+    # No field: read by the sharding layer, which would shard the value of a 0-d leaf.
+    is_equal_on_all_ranks = True
 
 
 Metric = Literal["norm", "rms", "orthogonality_error"]
@@ -108,9 +107,8 @@ def _on_whole_leaves(
     def update_whole_leaves(
         updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
     ):
-        return update(
-            updates, state
-        )  # the leaves are whole, so the sums equal the sums of one process
+        # The leaves are whole, so the sums equal the sums of one process.
+        return update(updates, state)
 
     return update_whole_leaves
 
@@ -125,9 +123,8 @@ def _monitor_of_tree(name: str, metrics: list[Metric]) -> InitAndUpdate:
     """
 
     def init(params: PyTree) -> MonitorState:
-        zero = torch.zeros(
-            (), dtype=torch.float32, device=device_of(params)
-        )  # until the first measurement
+        # Until the first measurement.
+        zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
         return MonitorState({f"{name}/{metric}": zero.clone() for metric in metrics})
 
     def update(
@@ -188,9 +185,8 @@ def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
         values: dict[str, dict[str, Tensor]] = {}
         for metric in metrics:
             key = f"{name}/{metric}"  # "grad/norm"
-            value_of = dict(
-                state.values[key]
-            )  # by name of the leaf; without a gradient, it keeps its value
+            # By name of the leaf; without a gradient, it keeps its value.
+            value_of = dict(state.values[key])
             for leaf_name, leaf in leaves.items():
                 value = _measured(metric, leaf, sums_of[leaf_name])
                 value_of[leaf_name] = value.to(value_of[leaf_name])  # on the device of the state
@@ -318,9 +314,8 @@ def _by_leaf(monitor_state: LeafMonitorState) -> dict[str, Tensor]:
     """Return the values of a monitor of single leaves in one dict: {"grad/w/rms": 1.0} for {"grad/rms": {"w": 1.0}}."""
     values: dict[str, Tensor] = {}
     for key, value_of in monitor_state.values.items():
-        name, _, metric = key.rpartition(
-            "/"
-        )  # at the last slash: the name of a monitor may contain one
+        # At the last slash: the name of a monitor may contain one.
+        name, _, metric = key.rpartition("/")
         for leaf_name, value in value_of.items():
             values[f"{name}/{leaf_name}/{metric}"] = value
     return values

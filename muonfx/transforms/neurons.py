@@ -107,13 +107,11 @@ def _normalize(
     matrix and the new averages v, of shape (..., rows, 1).
     """
     power = unit_power(u)
-    squares = (
-        u * power
-    ).square()  # of u times an exact power of two, so that they neither overflow nor underflow
+    # Of u times an exact power of two, so that they neither overflow nor underflow.
+    squares = (u * power).square()
     # v = decay v + (1 - decay) mean(u^2), where the mean is at most the largest finite number
-    mean_square = (
-        squares.mean(dim=-1, keepdim=True) / power / power
-    )  # twice, because the square of power may overflow
+    # Twice, because the square of power may overflow.
+    mean_square = squares.mean(dim=-1, keepdim=True) / power / power
     mean_square = mean_square.clamp(max=torch.finfo(squares.dtype).max)
     v = running_average(old_v, mean_square, decay)
     # u / (sqrt(v) + eps). A row that has always been zero stays zero. A divisor of NaN is not 0, so it stays visible.
@@ -135,8 +133,7 @@ def _with_norm(x: Tensor, squares: Tensor, power: Tensor) -> Tensor:
     small_x = x * unit_power(x)  # by a power of two too, which cancels in the quotient
     squared_norm_of_x = small_x.square().sum(dim=(-2, -1), keepdim=True)
     is_zero = (squared_norm_of_x == 0) | (squared_norm == 0)
-    ratio = divide_unless(
-        is_zero, squared_norm, squared_norm_of_x, otherwise=1.0
-    )  # of squares; its root is below
+    # Of squares; its root is below.
+    ratio = divide_unless(is_zero, squared_norm, squared_norm_of_x, otherwise=1.0)
     scaled = small_x * ratio.sqrt() / power
     return torch.where(is_zero, x, scaled)

@@ -75,9 +75,8 @@ def skip_nonfinite(inner: Transform):
         is_finite = is_finite.to(state.skipped.device)
         finite_gradients = tree.map(functools.partial(_zero_unless, is_finite), updates)
 
-        extras["sum_over_leaves"] = (
-            sum_over_leaves  # the inner transform may need it too, as `clip_by_global_norm`
-        )
+        # The inner transform may need it too, as `clip_by_global_norm`
+        extras["sum_over_leaves"] = sum_over_leaves
         # An offloaded transform has the argument ``only_if``. For a skipped step it loads nothing from the CPU and
         # returns the old state, so that no state is selected here.
         is_offloaded = "only_if" in inner.extras.named
@@ -92,9 +91,8 @@ def skip_nonfinite(inner: Transform):
         if not is_offloaded:
             state_leaves, treedef = tree.flatten(inner_state)
             old_leaves = tree.subtrees(treedef, state.inner)
-            del (
-                inner_state
-            )  # only the list has its leaves now, so that each is freed when it is replaced
+            # Only the list has its leaves now, so that each is freed when it is replaced.
+            del inner_state
             for index in range(len(state_leaves)):
                 state_leaves[index] = _select(is_finite, state_leaves[index], old_leaves[index])
             inner_state = tree.unflatten(treedef, state_leaves)
@@ -106,9 +104,8 @@ def skip_nonfinite(inner: Transform):
             if out_leaves[index] is not None:
                 out_leaves[index] = _zero_unless(is_finite, out_leaves[index])
 
-        is_skipped = (~is_finite).to(
-            torch.int64
-        )  # 1 or 0; times 0, the count of skipped steps in a row starts again
+        # 1 or 0; times 0, the count of skipped steps in a row starts again
+        is_skipped = (~is_finite).to(torch.int64)
         return tree.unflatten(treedef, out_leaves), SkipNonfiniteState(
             skipped=state.skipped + is_skipped,
             in_a_row=(state.in_a_row + 1) * is_skipped,

@@ -45,9 +45,8 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
     def cost_of_matrix(rows: int, columns: int, dtype: torch.dtype) -> float:
         """Return the estimated time for one matrix, as the number of operations of a full product in this time."""
         product_dtype = arguments["dtype"]
-        if (
-            is_auto
-        ):  # fp64 matrices are multiplied in fp64, and all others in the usual dtype of the device
+        # fp64 matrices are multiplied in fp64, and all others in the usual dtype of the device
+        if is_auto:
             product_dtype = torch.float64 if dtype == torch.float64 else compute
         cost = newton_schulz_cost(
             (rows, columns),

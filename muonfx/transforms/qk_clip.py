@@ -123,9 +123,8 @@ class AttentionHeads:
         >>> queries
         ('*.attn.q_proj', '*.attn.q_proj.weight', '*.attn.q_proj.bias', '*.attn.q_proj_weight', '*.attn.q_proj_bias')
         """
-        prefixes: list[
-            str
-        ] = []  # the beginning of a parameter's name: the glob of its module and a dot
+        # The beginning of a parameter's name: the glob of its module and a dot.
+        prefixes: list[str] = []
         if self.module:
             prefixes.append(f"{self.module}.")
         if matches("", self.module):  # the model itself, whose name is "", is an attention module
@@ -190,9 +189,8 @@ class AttentionHeads:
                 query_blocks = self._blocks(name, positions, number_if_fused, spans)[: self.heads]
             else:
                 query_blocks = self._blocks(name, positions, self.heads, spans)
-            _fill_rows(
-                query_blocks, self.query_dims, first_factor=0
-            )  # writes into `positions`, of which it is a view
+            # Writes into `positions`, of which it is a view.
+            _fill_rows(query_blocks, self.query_dims, first_factor=0)
             # Afterwards, because the rotary rows are a part of the rows above if ``query_dims`` is None.
             if self.rotary_dims is not None:
                 _fill_rows(query_blocks, self.rotary_dims, first_factor=first_rotary)
@@ -212,9 +210,8 @@ class AttentionHeads:
         The vector ``rows`` has an item for each row of the weight ``name``. Raise ValueError unless its rows are equal
         blocks that contain the ranges ``spans``, such as (0, 64).
         """
-        block_size = (
-            len(rows) // number
-        )  # not divmod, which a tracer cannot apply to a symbolic size
+        # Not divmod, which a tracer cannot apply to a symbolic size.
+        block_size = len(rows) // number
         if len(rows) % number:
             raise self._unequal_blocks(name, len(rows))
         for span in spans:
@@ -252,12 +249,10 @@ def _fill_rows(blocks: Tensor, span: Span | None, first_factor: int) -> None:
     if span is None:
         span = (0, rows)
     first, end = span
-    position_of_head = torch.arange(
-        first_factor, first_factor + heads, device=blocks.device
-    )  # [2, 3]
-    blocks[:, first:end] = position_of_head.unsqueeze(
-        1
-    )  # [[2], [3]], repeated for the rows of each head
+    # [2, 3]
+    position_of_head = torch.arange(first_factor, first_factor + heads, device=blocks.device)
+    # [[2], [3]], repeated for the rows of each head
+    blocks[:, first:end] = position_of_head.unsqueeze(1)
 
 
 class _Member(NamedTuple):
@@ -276,18 +271,16 @@ class _Member(NamedTuple):
         The shape is (rows, 1) for a weight and (rows,) for a bias. See `AttentionHeads.places`.
         """
         shape = self.shape
-        axis = (
-            0 if len(shape) == 1 else self.heads.axis
-        )  # the dim whose items are the output features: the rows
+        # The dim whose items are the output features: the rows.
+        axis = 0 if len(shape) == 1 else self.heads.axis
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
                 f"qk_clip: {self.name!r} has shape {shape}, expected a dim {axis}, the axis of {self.heads!r}: "
                 "correct axis="
             )
         indices = self.heads.places(self.name, shape[axis], self.roles, device)
-        broadcast_shape = [1] * len(
-            shape
-        )  # for a weight of shape (6, 4): [6, 1] after the next line
+        # For a weight of shape (6, 4): [6, 1] after the next line.
+        broadcast_shape = [1] * len(shape)
         broadcast_shape[axis] = shape[axis]
         return indices.reshape(broadcast_shape)
 
@@ -326,9 +319,8 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
             continue
         shape = tuple(leaves[name].shape)
         for attention in attentions:
-            module, roles = attention.module_of(
-                plain_name
-            )  # "attn" and ("query",) for "attn.q_proj.weight"
+            # "attn" and ("query",) for "attn.q_proj.weight"
+            module, roles = attention.module_of(plain_name)
             if roles:  # the parameter holds queries, keys or both
                 members.append(_Member(name, module, attention, roles, shape))
                 break
@@ -380,9 +372,8 @@ def _patterns(tx: Transform) -> list[NamePatterns]:
     for item in _as_tuple(tx.arguments["heads"]):
         if isinstance(item, AttentionHeads):
             groups += item.patterns()
-    if (
-        not groups
-    ):  # no heads, or a transform in which `_resolve` has replaced all globs by parameters
+    # No heads, or a transform in which `_resolve` has replaced all globs by parameters.
+    if not groups:
         return []
     return [NamePatterns("qk_clip: heads", tuple(groups), required=True)]
 
@@ -509,9 +500,8 @@ def qk_clip(
             weight = weights[member.name]
             indices = member.factor_indices(weight.device)
             factor_of_rows = factors[member.module].to(weight.device)[indices]
-            one_minus_factor = (
-                1.0 - factor_of_rows
-            )  # in which no digits of a factor near 1 are lost
+            # In which no digits of a factor near 1 are lost.
+            one_minus_factor = 1.0 - factor_of_rows
             one_minus_factors[member.name] = one_minus_factor.expand(member.shape)
         # 3. The updates of these weights.
         leaves, treedef = tree.flatten(updates)
@@ -568,9 +558,8 @@ def _logits(members: list[_Member], max_logits: object) -> list[Tensor]:
             f"muonfx.attention.collect_max_logits collects it, found {max_logits!r}"
         )
     all_logits = dict(tree.named_leaves(max_logits))
-    logits_of_module: dict[
-        str, Tensor
-    ] = {}  # a module has several members, such as its query and its key
+    # a module has several members, such as its query and its key
+    logits_of_module: dict[str, Tensor] = {}
     for member in members:
         number_of_heads = member.heads.heads
         logits = all_logits.get(member.module)
@@ -645,9 +634,8 @@ def _factors(gamma: Tensor, keys: int, alpha: float | Tensor) -> Tensor:
     tensor([0.2500, 1.0000, 1.0000, 0.2500, 1.0000, 1.0000])
     """
     gamma_by_key = gamma.unflatten(0, (keys, -1))  # (key heads, query heads that share one)
-    largest_gamma = gamma_by_key.amax(
-        dim=1
-    )  # the factor of the head that is scaled least, so no query grows
+    # The factor of the head that is scaled least, so no query grows.
+    largest_gamma = gamma_by_key.amax(dim=1)
     exponent = ew.scalar_like(1.0 - alpha, gamma)
     key = torch.pow(largest_gamma, exponent)
     query = gamma_by_key / key.unsqueeze(1)  # so that query times key is gamma

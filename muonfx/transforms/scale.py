@@ -61,9 +61,8 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
         """Apply the function to stacks of flattened leaves, and give the results the shapes of the leaves."""
         flat_leaves = [leaf.reshape(-1) for leaf in leaves]
         # Equal sizes are enough, because the leaves are flattened: leaves of (2, 3) and (6,) form a stack of (2, 6).
-        (flat_results,) = ew.by_stacks(
-            function, flat_leaves
-        )  # one list, since the function has one result
+        # One list, since the function has one result.
+        (flat_results,) = ew.by_stacks(function, flat_leaves)
         results: list[Tensor] = []
         for flat_result, leaf in zip(flat_results, leaves, strict=True):
             results.append(flat_result.reshape(leaf.shape))

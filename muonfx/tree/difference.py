@@ -39,9 +39,8 @@ def _differing_container(tree: PyTree, expected: PyTree) -> str:
     """
     node, children = open_node(tree)
     expected_node, expected_children = open_node(expected)
-    if (
-        node == expected_node
-    ):  # the containers at the top are equal, so the difference is in a child
+    # The containers at the top are equal, so the difference is in a child.
+    if node == expected_node:
         for child, expected_child in zip(children, expected_children, strict=True):
             if not same_structure(child, expected_child):
                 return _differing_container(child, expected_child)

@@ -112,9 +112,8 @@ def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) ->
         # chooses the memory of results anyway.
         results = _foreach(name, xs, *rest, reuse=False, **options)
         return cast_like(results, xs)
-    getattr(torch, f"_foreach_{name}_")(
-        xs, *rest, **options
-    )  # "_" at the end: the operator that overwrites
+    # "_" at the end: the operator that overwrites
+    getattr(torch, f"_foreach_{name}_")(xs, *rest, **options)
     return xs
 
 
@@ -126,9 +125,8 @@ def _scalar_for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
     """
     if not isinstance(scalar, Tensor):  # a Python number has no dtype
         return [scalar] * len(xs)
-    if not scalar.is_cpu and [
-        x for x in xs if x.device != scalar.device
-    ]:  # a model on several GPUs
+    # a model on several GPUs
+    if not scalar.is_cpu and [x for x in xs if x.device != scalar.device]:
         return [scalar.to(device=x.device, dtype=wide_dtype(x.dtype)) for x in xs]
     scalar_in: dict[torch.dtype, Tensor] = {}  # one cast for each dtype, not for each tensor
     for dtype in _dtypes(xs):
@@ -143,9 +141,8 @@ def _one_or_each(scalars: list[Any], xs: Sequence[Tensor]) -> Any:
 
 
 def _on_cpu(xs: Sequence[Tensor]) -> bool:
-    return not [
-        x for x in xs if not x.is_cpu
-    ]  # a list takes less time than a generator, as `all` would need
+    # a list takes less time than a generator, as `all` would need
+    return not [x for x in xs if not x.is_cpu]
 
 
 def _on_one_device(xs: Sequence[Tensor]) -> bool:
@@ -186,9 +183,8 @@ def _has_narrow(xs: Sequence[Tensor]) -> bool:
 
 def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
     """Return True if ``_foreach_mul_`` rounds a Python number to bf16 or fp16, as torch 2.13 does on CPUs."""
-    if not _has_narrow(
-        xs
-    ):  # the usual case: a set of dtypes takes less time than a test of each tensor
+    # The usual case: a set of dtypes takes less time than a test of each tensor.
+    if not _has_narrow(xs):
         return False
     return bool([x for x in xs if x.dtype in _NARROW and x.is_cpu])
 
@@ -373,9 +369,8 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
     is_number = not isinstance(c, Tensor)
     is_sum = is_number and c == 1.0
     if _cannot_use_foreach(xs, ys, scalar=c):  # under torch.func or autograd
-        if (
-            _has_narrow(xs) and not is_sum
-        ):  # else `c * y` would be rounded to bf16 or fp16, where it may underflow
+        # Else `c * y` would be rounded to bf16 or fp16, where it may underflow.
+        if _has_narrow(xs) and not is_sum:
             return _in_wide(add, xs, ys, scalar=c, reuse=False)
         return _tensorwise(lambda x, y: x + c * y, xs, ys)
     if is_sum:  # no product, so nothing is rounded twice
@@ -433,9 +428,8 @@ def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
     """Return ``x / y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``ys``."""
     if _cannot_use_foreach(xs, ys):  # under torch.func or autograd
         return _tensorwise(torch.div, xs, ys)
-    if reuse and _on_cpu(
-        ys
-    ):  # no foreach form writes to the divisors; on other devices launches cost more
+    # No foreach form writes to the divisors; on other devices launches cost more.
+    if reuse and _on_cpu(ys):
         for x, y in zip(xs, ys, strict=True):
             torch.div(x, y, out=y)
         return ys
@@ -492,17 +486,15 @@ def by_stacks(
     >>> by_stacks(lambda x: (2 * x, x**2), xs, results=2)  # one call, with the stack [[3.0], [5.0]]
     ([tensor([6.]), tensor([10.])], [tensor([9.]), tensor([25.])])
     """
-    if (
-        _cannot_use_foreach(*lists) or is_traced()
-    ):  # the memory of tensors cannot be examined: no stacks
+    # The memory of tensors cannot be examined: no stacks.
+    if _cannot_use_foreach(*lists) or is_traced():
         groups = [[index] for index in range(len(lists[0]))]
         to_contiguous = Tensor.contiguous
     else:
         groups = _groups(lists)  # [[0, 2], [1]]
         to_contiguous = aligned
-    outputs: list[list[Any]] = [
-        [None] * len(lists[0]) for _ in range(results)
-    ]  # a list for each result
+    # a list for each result
+    outputs: list[list[Any]] = [[None] * len(lists[0]) for _ in range(results)]
     for indices in groups:
         stacks = [_stack_of(xs, indices, to_contiguous) for xs in lists]
         output_stacks = function(*stacks)
@@ -571,9 +563,8 @@ def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
     A stack should fit a CPU's cache: 256 matrices of 32 x 32 elements, or 64 of 64 x 64. A large tensor is always
     computed alone, because torch sums it in several threads, and so in another order than within a stack.
     """
-    sizes = [
-        x.numel() for x in tensors
-    ]  # of one tensor of each argument, such as a gradient and a momentum
+    # Of one tensor of each argument, such as a gradient and a momentum.
+    sizes = [x.numel() for x in tensors]
     largest = max(sizes)
     if largest >= _SMALL:
         return 1
@@ -586,9 +577,8 @@ def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
 
 def _has_stackable_matrices(x: Tensor) -> bool:
     """Return True if a stack of tensors like this one gives the same bits as each tensor by itself."""
-    is_vector = (
-        x.ndim < 2 or 1 in x.shape[-2:]
-    )  # such as a norm for each row, which is in no product of matrices
+    # Such as a norm for each row, which is in no product of matrices.
+    is_vector = x.ndim < 2 or 1 in x.shape[-2:]
     return is_vector or can_be_stacked(x.shape[-2], x.shape[-1], x.device)
 
 
@@ -665,9 +655,8 @@ def scalar_like(number: Scalar, x: Tensor) -> Tensor:
     # Why not leave the number as it is: torch divides a Python number by a tensor as number times reciprocal, and
     # promotes the dtype of a 0-d tensor. With tensors of one dtype as operands, both give the same bits.
     if isinstance(number, Tensor):
-        return number.to(
-            dtype=x.dtype, device=x.device, non_blocking=number.is_cpu
-        )  # a GPU is not waited for
+        # a GPU is not waited for
+        return number.to(dtype=x.dtype, device=x.device, non_blocking=number.is_cpu)
     return torch.full((), number, dtype=x.dtype, device=x.device)
 
 

@@ -144,9 +144,8 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
     children, metadata, entries, build = optree.tree_flatten_one_level(
         node, none_is_leaf=True, namespace=NAMESPACE
     )
-    if optree.is_namedtuple_class(
-        kind
-    ):  # optree has indices as entries; paths have the names of fields
+    # Optree has indices as entries; paths have the names of fields.
+    if optree.is_namedtuple_class(kind):
         entries = optree.namedtuple_fields(kind)
 
     def rebuild(new_children: list[PyTree]) -> PyTree:
@@ -174,9 +173,8 @@ def _open_dict(node: dict[Any, PyTree]) -> tuple[_Node, list[PyTree]]:
 
     def rebuild(children: list[PyTree]) -> PyTree:
         """Build a dict of the same type from new children. It has the keys in the order of the old dict."""
-        child_of = dict(
-            zip(keys, children, strict=True)
-        )  # the children are in the order of the sorted keys
+        # The children are in the order of the sorted keys.
+        child_of = dict(zip(keys, children, strict=True))
         items = {key: child_of[key] for key in old_keys}
         if kind is defaultdict:
             return defaultdict(default_factory, items)
@@ -500,17 +498,15 @@ class Present:
 
         A transform does this at every step, for hundreds of gradients, so the usual cases are made fast.
         """
-        if is_flat(
-            tree
-        ):  # such as {"w": tensor}: keys suffice to read other trees, and take less time to find
+        # Such as {"w": tensor}: keys suffice to read other trees, and take less time to find.
+        if is_flat(tree):
             self._keys = list(tree)
             self._leaves = list(tree.values())
         else:  # nested dicts, tuples and so on
             self._keys = None
             self._leaves, self._treedef = flatten(tree)
-        leaf_types = set(
-            builtins.map(type, self._leaves)
-        )  # faster than a loop over hundreds of leaves
+        # Faster than a loop over hundreds of leaves.
+        leaf_types = set(builtins.map(type, self._leaves))
         self._is_complete = type(None) not in leaf_types
         self._indices: Sequence[int] = range(len(self._leaves))
         if not self._is_complete:

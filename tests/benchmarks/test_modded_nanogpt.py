@@ -113,9 +113,8 @@ def test_two_steps_are_those_of_plain_loops():
                 step_of_adamw(expected[name], grad, state[name], ADAM_RATES[labels[name]], count)
         optimizer.step()
     for name, param in model.named_parameters():
-        tolerance = (
-            2e-2 * MUON_RATE if labels[name] == "hidden" else 1e-5
-        )  # products of Muon are bf16
+        # Products of Muon are bf16.
+        tolerance = 2e-2 * MUON_RATE if labels[name] == "hidden" else 1e-5
         torch.testing.assert_close(param, expected[name], atol=tolerance, rtol=1e-5, msg=name)
 
 

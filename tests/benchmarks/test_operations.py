@@ -39,10 +39,8 @@ def test_views_and_allocations_are_no_operations():
 @pytest.mark.parametrize(
     ("function", "passes"),
     [
-        (
-            lambda x, y: torch._foreach_add_([x, x], [y, y]),
-            6,
-        ),  # reads both lists and writes the first
+        # Reads both lists and writes the first.
+        (lambda x, y: torch._foreach_add_([x, x], [y, y]), 6),
         (lambda x, y: torch._foreach_copy_([x], [y]), 2),  # does not read what it overwrites
         (lambda x, y: x.copy_(y), 2),
         (lambda x, y: torch.mul(x, y, out=y), 3),
@@ -69,9 +67,8 @@ def test_bytes_outside_products_are_those_of_the_transforms():
     counter = operations.counted(SMALL, OURS)
     by_transform = counter.bytes_of_transforms
     assert sum(by_transform.values()) == counter.totals.other_bytes
-    elements = (
-        by_transform["momentum"] / 24
-    )  # reads gradient and momentum twice, writes momentum and updates
+    # Reads gradient and momentum twice, writes momentum and updates.
+    elements = by_transform["momentum"] / 24
     assert elements == 12 * 12 * 768**2
     # Rounds to bf16 (6 bytes), reads for the norm (2), scales (4), writes the result (6); in fp16, for two thirds of
     # the elements, rounds again (4) and adds Gram matrices, of a quarter of the elements, six times (9).
@@ -82,9 +79,8 @@ def test_bytes_outside_products_are_those_of_the_transforms():
 def test_symmetric_kernels_halve_products_of_large_matrices():
     full, halved = operations.count(LARGE, OURS), operations.count(LARGE, OURS_WITH_KERNELS)
     assert 0.65 * full.flops < halved.flops < 0.75 * full.flops
-    assert operations.count(SMALL, OURS_WITH_KERNELS) == operations.count(
-        SMALL, OURS
-    )  # below their smallest side
+    # Below their smallest side.
+    assert operations.count(SMALL, OURS_WITH_KERNELS) == operations.count(SMALL, OURS)
 
 
 @pytest.mark.parametrize(

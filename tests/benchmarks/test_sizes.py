@@ -51,9 +51,8 @@ SPEEDS = {
 def test_a_speed_is_the_ratio_of_steps_to_the_same_loss(size: str):
     for contender, speed in sizes.speeds(make_results(SPEEDS), size).items():
         assert speed.mean == pytest.approx(SPEEDS[size][contender])
-        assert speed.log_error == pytest.approx(
-            0, abs=1e-9
-        )  # a seed changes both by the same factor
+        # a seed changes both by the same factor
+        assert speed.log_error == pytest.approx(0, abs=1e-9)
 
 
 def test_the_change_from_one_size_to_the_next_has_both_errors():

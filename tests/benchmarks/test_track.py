@@ -42,9 +42,8 @@ def test_the_search_ends_at_a_minimum_of_the_grid(rate: float, other: float, bes
 
     found = tuned({"rate": 0.01, "other": other}, loss)
     for factor in (FACTOR, 1 / FACTOR):
-        assert (
-            loss(found | {"rate": found["rate"] * factor}) >= loss(found) - 1e-2
-        )  # values have three digits
+        # Values have three digits.
+        assert loss(found | {"rate": found["rate"] * factor}) >= loss(found) - 1e-2
 
 
 @given(st.integers(LENGTHS[2], LENGTHS[-3]), st.integers(LENGTHS[1], LENGTHS[-2]))

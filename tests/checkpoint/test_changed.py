@@ -710,9 +710,8 @@ def test_groups_without_a_removed_layer_are_loaded_too(removed: str, tmp_path: P
     assert rates_by_layer(optimizer) == saved_rates
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*was saved with other numbers"
-)  # some have another key in the code now
+# Some have another key in the code now.
+@pytest.mark.filterwarnings("ignore:.*was saved with other numbers")
 @pytest.mark.parametrize("wrap", ["skip_nonfinite", "chain", "partition"])
 def test_the_numbers_of_groups_move_with_the_chain(wrap: str, tmp_path: Path) -> None:
     model = model_of()

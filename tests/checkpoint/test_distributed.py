@@ -347,9 +347,8 @@ def test_a_missing_or_damaged_shard_is_named_on_all(world: World, tmp_path: Path
     path = tmp_path / "here"
     world.check(4, save_mixed, path=path, seed=4)
     monkeypatch.setattr(reader, "_MOST_OPEN", 2)
-    assert_same_tree(
-        ck.load(path, like=tree_of(4)), tree_of(4)
-    )  # with fewer open files than ranks have written
+    # With fewer open files than ranks have written.
+    assert_same_tree(ck.load(path, like=tree_of(4)), tree_of(4))
     shards = sorted(path.glob("*.safetensors"))
     assert len(shards) == 4
     whole = shards[2].read_bytes()

@@ -143,9 +143,8 @@ def test_latest_does_not_warn_of_a_save_that_ends_after_the_folder_was_listed(
     monkeypatch.setattr(
         os, "listdir", lambda folder: listed if Path(folder) == path else listdir(folder)
     )
-    monkeypatch.setattr(
-        folder, "_names_in_index", lambda folder: set()
-    )  # a third save has replaced the index
+    # a third save has replaced the index
+    monkeypatch.setattr(folder, "_names_in_index", lambda folder: set())
     assert ck.latest(tmp_path) == path
 
 
@@ -240,9 +239,8 @@ def test_a_file_whose_status_cannot_be_read_is_an_error_of_ours_and_stays(
         folder = tmp_path / str(first_failure)
         for step in (1, 2):
             ck.save(ck.step_path(folder, step), STATE, step=step)
-        (
-            ck.step_path(folder, 1) / "data-0123456789abcdef-00000-of-00001.safetensors"
-        ).touch()  # of a save that ended
+        # Of a save that ended.
+        (ck.step_path(folder, 1) / "data-0123456789abcdef-00000-of-00001.safetensors").touch()
         failing_stat = FailingStat(folder, first_failure)
         with (
             monkeypatch.context() as patched,

@@ -21,9 +21,8 @@ from tests.checkpoint.common import bits
 from tests.processes import Here, World
 
 ck = mfx.checkpoint
-load_module = importlib.import_module(
-    "muonfx.checkpoint.load"
-)  # `muonfx.checkpoint.load` is the function
+# `muonfx.checkpoint.load` is the function
+load_module = importlib.import_module("muonfx.checkpoint.load")
 
 SCHEDULERS: dict[str, Any] = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
@@ -404,9 +403,8 @@ def test_nothing_is_restored_by_half(tmp_path: Path):
     ck.load(tmp_path / "all", optimizer, allow_extra=["scheduler"])
     ck.load(tmp_path / "groups", optimizer, scheduler=scheduler, allow_missing=["scheduler"])
     ck.load(tmp_path / "state", optimizer, allow_missing="param_groups")
-    ck.load(
-        tmp_path / "all", optimizer.transform_state, tx=optimizer.transform
-    )  # the tensors only, as a tree
+    # The tensors only, as a tree.
+    ck.load(tmp_path / "all", optimizer.transform_state, tx=optimizer.transform)
 
 
 def test_other_groups_are_an_error_that_says_how_to_keep_the_new_ones(tmp_path: Path):

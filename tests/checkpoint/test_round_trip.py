@@ -26,9 +26,8 @@ from tests.transforms.test_every_transform import CASES
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*changes its state at every micro-batch"),
     pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
-    pytest.mark.filterwarnings(
-        "ignore:view. .*matches none of"
-    ),  # a case has patterns by name, for names of all kinds
+    # a case has patterns by name, for names of all kinds
+    pytest.mark.filterwarnings("ignore:view. .*matches none of"),
 ]
 
 ck, Donation = mfx.checkpoint, mfx.Donation

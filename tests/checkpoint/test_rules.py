@@ -266,9 +266,8 @@ def test_a_pattern_that_allows_nothing_is_an_error(tmp_path: Path, what: str):
     for pattern in ("tracer", ["trace", "*.c"], "trace/a*z"):
         with pytest.raises(MismatchError, match=f"{what}: .* matches no leaf"):
             ck.load(path, like=state, **{what: pattern})
-    ck.load(
-        path, like=state, **{what: ["trace/a", "*/b"]}
-    )  # they are there: the next checkpoint may lack them
+    # They are there: the next checkpoint may lack them.
+    ck.load(path, like=state, **{what: ["trace/a", "*/b"]})
 
 
 MODEL = {
@@ -363,9 +362,8 @@ def test_a_recipe_is_found_in_another_chain_and_out_of_it(
     outwards = {old: outside + new for old, new in levels.items()}
     rename = outwards if into else {new: old for old, new in outwards.items()}
     assert_same_tree(loaded, ck.load(path, like=like, tx=target, rename=rename, **allowed))
-    ck.load(
-        path, like=loaded, tx=target, rename=rename, **allowed
-    )  # without a warning: nothing is left to find
+    # Without a warning: nothing is left to find.
+    ck.load(path, like=loaded, tx=target, rename=rename, **allowed)
 
 
 def adam_of(*names: str) -> mfx.Transform:
@@ -883,9 +881,8 @@ def test_what_is_not_there_is_said(tmp_path: Path, saved):
                 act(path)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled"
-)  # torch means that it saves in one process
+# Torch means that it saves in one process.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_folder_of_the_storage_of_torch_is_named_with_what_to_do(tmp_path: Path):
     dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
     message = r"folder is of torch's own storage: load it by torch\.distributed\.checkpoint\.load.*convert\.recipe"

@@ -171,9 +171,8 @@ def test_muon_is_saved_by_dcp_too(tmp_path: Path):
     assert state["count"] == 3
     whole = state_of(model, optimizer)
     save(whole, tmp_path / "dcp")
-    rebuilt = _load_state_dict_from_keys(
-        storage_reader=ck.Reader(tmp_path / "dcp")
-    )  # without a template
+    # Without a template.
+    rebuilt = _load_state_dict_from_keys(storage_reader=ck.Reader(tmp_path / "dcp"))
     assert rebuilt["optim"]["param_groups"] == whole["optim"]["param_groups"]
 
 

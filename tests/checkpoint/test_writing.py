@@ -353,9 +353,8 @@ def test_the_recorded_chain_has_the_numbers_of_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Also if a tensor in the transform has changed in place since the last save."""
-    monkeypatch.setattr(
-        policy, "cpu_has_bf16", lambda: False
-    )  # float32 products for float32, on every machine
+    # float32 products for float32, on every machine
+    monkeypatch.setattr(policy, "cpu_has_bf16", lambda: False)
     rate = torch.tensor(0.5)
     tx = mfx.chain(mfx.momentum(), mfx.scale(rate))
     for number in (0.5, 0.25):
@@ -433,14 +432,12 @@ def test_groups_of_other_ranks_do_not_save_to_one_path(here: Here, tmp_path: Pat
     assert assert_one_of(ck.load(tmp_path / "one", like=state_of(0))) == int(first.split()[1][0])
     assert not list((tmp_path / "one").glob(".save*"))
 
-    for _ in range(
-        2
-    ):  # the same group may replace its checkpoint, and other groups have other paths
+    # The same group may replace its checkpoint, and other groups have other paths.
+    for _ in range(2):
         ck.save(tmp_path / f"of {ranks[0]}", state_of(1), group=group)
     dist.barrier(here.group)
-    ck.save(
-        tmp_path / "one", state_of(5), group=here.group
-    )  # of all ranks, which include those of before
+    # Of all ranks, which include those of before.
+    ck.save(tmp_path / "one", state_of(5), group=here.group)
 
 
 def test_the_later_of_two_saves_at_the_same_time_remains(
@@ -532,9 +529,8 @@ def test_many_saves_with_one_group_are_done_in_order(here: Here, tmp_path: Path)
         saving.wait()
     assert ck.verify(tmp_path / "one").step == 6
     dist.barrier(here.group)
-    assert (
-        len(list((tmp_path / "one").iterdir())) == 2
-    )  # what is the same on all ranks is written once
+    # What is the same on all ranks is written once.
+    assert len(list((tmp_path / "one").iterdir())) == 2
 
 
 def with_a_destroyed_group(here: Here, path: Path, when: str) -> str:

@@ -85,9 +85,8 @@ def test_an_element_moves_by_at_most_half_the_gap_between_its_neighbours(
     )
     if not book[1]:  # what is not zero does not become zero
         given_ = torch.where(given_ > 0, given_.clamp(min=float(levels[1])), given_)
-    for _ in range(
-        getattr(own.book, "roots", 0)
-    ):  # the levels are even, or as a float type has them, after the roots
+    # The levels are even, or as a float type has them, after the roots.
+    for _ in range(getattr(own.book, "roots", 0)):
         given_, kept, levels = given_.sqrt(), kept.sqrt(), levels.sqrt()
     above = torch.searchsorted(levels, given_).clamp(1, len(levels) - 1)
     half = (levels[above] - levels[above - 1]) / 2
@@ -168,9 +167,8 @@ KEYS = 4000
 def test_stochastic_rounding_keeps_the_mean(book: Any):
     own = codec(*book, block=64)
     x = values(3, (64,), 1.5, 0, book[1])
-    x = torch.where(
-        x.abs() < own.book.levels[1] * x.abs().max(), 0.0, x
-    )  # there an unsigned book rounds up
+    # There an unsigned book rounds up.
+    x = torch.where(x.abs() < own.book.levels[1] * x.abs().max(), 0.0, x)
     scale = x.abs().max()
     kept = (
         torch.func.vmap(lambda key: stored(own, x, key))(2**40 + torch.arange(KEYS)).double()
@@ -321,9 +319,8 @@ def test_momentum_stays_within_what_roundings_add_up_to(
             exact.update(grads, exact_state),
         )
         error = (updates["w"].double() - exact_state.trace["w"]).abs().max()
-        assert (
-            error <= decay * allowed + 1e-5
-        )  # what was stored before; this step's rounding shows in the next
+        # What was stored before; this step's rounding shows in the next.
+        assert error <= decay * allowed + 1e-5
         allowed = decay * allowed + float(gaps * state.trace.scales["w"].max())
 
 

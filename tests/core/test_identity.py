@@ -131,9 +131,8 @@ def test_a_fingerprint_does_not_change_when_an_argument_with_a_default_is_added(
         {"rate": None},
     ):
         assert newer(**used).fingerprint != older().fingerprint
-    assert (
-        newer(rate=0.5, inner=mfx.scale(3.0)).fingerprint == older().fingerprint
-    )  # numbers do not count
+    # Numbers do not count.
+    assert newer(rate=0.5, inner=mfx.scale(3.0)).fingerprint == older().fingerprint
     assert newer(rate=3).fingerprint == older().fingerprint  # an int where a float is meant
 
 
@@ -199,9 +198,8 @@ def test_a_fingerprint_does_not_change_when_a_function_is_renamed_that_has_decla
         == ["averaged/trace/w"]
     )
     undeclared = momentum_like(module="acme.a"), momentum_like(module="acme.b")
-    assert (
-        undeclared[0]().fingerprint != undeclared[1]().fingerprint
-    )  # they were not declared equal
+    # They were not declared equal.
+    assert undeclared[0]().fingerprint != undeclared[1]().fingerprint
     for bad in ("", "a b", "a..b", "a/b", 3):
         with pytest.raises(ValueError, match="identifiers with dots"):
             momentum_like(module="acme.a", declared=bad)

@@ -93,9 +93,8 @@ def visit(browser: Any, theme: str, chosen: list[Path]) -> Visit:
             seen.wrong.append(f"{current}: asks for {request.url}")
 
     def on_failure(request: Any) -> None:
-        if "ERR_ABORTED" not in (
-            request.failure or ""
-        ):  # the next page was opened before it was loaded
+        # The next page was opened before it was loaded.
+        if "ERR_ABORTED" not in (request.failure or ""):
             seen.wrong.append(f"{current}: found nothing at {request.url}")
 
     def on_console(message: Any) -> None:
@@ -206,8 +205,7 @@ def test_a_search_finds_the_page_of_a_word_first(browser: Any, site: Path, query
     first = tab.locator("#search-results ul.search li a").first
     first.wait_for(timeout=60_000)
     page = Path(unquote(urlsplit(first.evaluate("link => link.href")).path)).relative_to(site)
-    tab.locator("#search-results ul.search p.context").first.wait_for(
-        timeout=60_000
-    )  # an excerpt, also from disk
+    # An excerpt, also from disk.
+    tab.locator("#search-results ul.search p.context").first.wait_for(timeout=60_000)
     tab.close()
     assert page.as_posix() == SEARCHES[query]

@@ -237,9 +237,8 @@ class Run:
                 "type": "WarmupLR",
                 "params": {"warmup_num_steps": 2, "warmup_type": "linear"},
             }
-            options = RATES | {
-                "orthogonalize": {"dtype": "float32"}
-            }  # as in `transform_for`, on every kind of CPU
+            # As in `transform_for`, on every kind of CPU.
+            options = RATES | {"orthogonalize": {"dtype": "float32"}}
             entries = {"optimizer": {"type": "muonfx.Muon", "params": options}, "scheduler": warmup}
             path.write_text(json.dumps(config | entries))
             self.engine, wrapper, *_ = ours.initialize(model, path)
@@ -337,9 +336,8 @@ def overflown(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
         if place != OVERFLOWN:
             without.step(batch)
     found = run.params()
-    sums = [
-        found[key].double().sum().item() for key in sorted(found)
-    ]  # `result_of` compares them between ranks
+    # `result_of` compares them between ranks
+    sums = [found[key].double().sum().item() for key in sorted(found)]
     return {
         "skipped": run.engine.skipped_steps,
         "same": same(found, without.params()),

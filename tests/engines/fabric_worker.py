@@ -67,9 +67,8 @@ def trained(case: dict[str, Any], here: Rank, saved: Path, *, resume: bool) -> d
     }
     if resume:
         fabric.load(saved, state)
-        if isinstance(
-            state["scheduler"], dict
-        ):  # ModelParallelStrategy returns the state and does not load it
+        # ModelParallelStrategy returns the state and does not load it.
+        if isinstance(state["scheduler"], dict):
             scheduler.load_state_dict(state["scheduler"])
     parts = [words.chunk(here.size)[here.rank] for words in batches()]
     for step in range(state["step"], STEPS):

@@ -146,9 +146,8 @@ def is_configured(case: Mapping[str, Any]) -> bool:
     if "deepspeed" in case:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
-    elif (
-        "fsdp" in case
-    ):  # accelerate accepts it only on several accelerators; this attribute is used nowhere else
+    elif "fsdp" in case:
+        # Accelerate accepts it only on several accelerators; this attribute is used nowhere else.
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     else:
         return False
@@ -264,9 +263,8 @@ def trained(
     chosen = huggingface.muon(
         args, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32), **options
     )
-    if (
-        "another_chain" in folder.name
-    ):  # as on the page; the Trainer refuses `optimizers` under FSDP2
+    # As on the page; the Trainer refuses `optimizers` under FSDP2.
+    if "another_chain" in folder.name:
         chosen = (lambda: mfx.TransformOptimizer, {"tx": chain_for(model)})
     trainer = trainer_for(args, model, optimizer_cls_and_kwargs=chosen)
     if "unfrozen" in folder.name:

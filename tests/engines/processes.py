@@ -126,9 +126,8 @@ def serve(
     Path(folder, f"found_{here.rank}.json").write_text(json.dumps(found))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    os._exit(
-        0
-    )  # fully_shard on gloo aborts at the interpreter's exit now and then, with any optimizer
+    # fully_shard on gloo aborts at the interpreter's exit now and then, with any optimizer
+    os._exit(0)
 
 
 def small_llama(words: int, **more: Any) -> Any:

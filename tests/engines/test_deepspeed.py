@@ -139,9 +139,8 @@ class TestReal:
     def test_weights_that_are_written_into_the_model_are_lost_with_a_warning_and_kept_after_a_refresh(
         self, found: Found, name: str
     ) -> None:
-        case = found["ranks_2"][0]["written weights"][
-            name
-        ]  # at stage 3, rank 0 writes the weights of all ranks
+        # At stage 3, rank 0 writes the weights of all ranks.
+        case = found["ranks_2"][0]["written weights"][name]
         assert case["exchanged and back"] == [True, []]
         assert case["refreshed"] == [True, []]
         is_kept, (text,) = case["not refreshed"]

@@ -25,9 +25,8 @@ def test_parameters_are_those_of_one_process_and_a_resumed_run_is_the_same_run(
     assert case["worst"] <= BOUNDS[name]
     assert case["resumed"]
     if name == "alone":  # logged after the scheduler's step
-        assert (
-            "--optim_config" in case["said"]
-        )  # the launcher, which has registered the optimizer there
+        # The launcher, which has registered the optimizer there.
+        assert "--optim_config" in case["said"]
         assert case["logged"] == [0.02 * 0.5**step for step in range(1, 6)]
         assert case["logged again"] == case["logged"][3:]
     else:

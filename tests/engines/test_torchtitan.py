@@ -78,9 +78,8 @@ def test_a_state_dict_of_another_chain_is_reported_also_if_the_parts_are_divided
 
     view = mfx.MatrixView({"layer[01].weight": "(part=3 out) in -> part out in"})
     options = {"orthogonalize": mfx.orthogonalize(view=view)}
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # one of the parts has no parameter with this pattern
+    # One of the parts has no parameter with this pattern.
+    with warnings.catch_warnings(action="ignore"):
         old, same = container(1, **options), container(2, **options)
         plain, other = container(1), container(2)
     assert messages_of(old, same) == []

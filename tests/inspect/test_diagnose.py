@@ -317,9 +317,8 @@ def test_every_rank_returns_the_values_of_one_process(here: Here):
         elif kind == "fsdp":
             fully_shard(model.blocks[0], mesh=here.mesh)
             fully_shard(model, mesh=here.mesh)
-        muon = mfx.chain(
-            mfx.momentum(), EXACT, mfx.normalize_neurons()
-        )  # whose state is on one rank
+        # Whose state is on one rank.
+        muon = mfx.chain(mfx.momentum(), EXACT, mfx.normalize_neurons())
         tx = mfx.chain(
             mfx.partition({"muon": muon, "adamw": mfx.scale_by_adam()}, names),
             mfx.scale_by_learning_rate(0.01),

@@ -120,9 +120,8 @@ def test_steps_are_those_of_the_functional_form(name, bucket_bytes, donate_grads
     ours = mfx.tree.leaves(optimizer.transform_state)
     for a, b in zip(ours, mfx.tree.leaves(state), strict=True):
         assert a.dtype == b.dtype
-        torch.testing.assert_close(
-            a.double(), b.double(), rtol=1e-5, atol=1e-6
-        )  # codes of eight bits among them
+        # Codes of eight bits among them.
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("by", ["hand", "a scheduler"])
@@ -486,10 +485,8 @@ COMPILED: dict[str, Any] = {
     ("name", "changed_by"),
     [
         *[(name, "hand") for name in COMPILED],
-        (
-            "one group",
-            "a scheduler",
-        ),  # a scheduler and `dynamic` meet each kind of state once: a case takes 20 to 40 s
+        # a scheduler and `dynamic` meet each kind of state once: a case takes 20 to 40 s
+        ("one group", "a scheduler"),
         ("two groups", "hand, dynamic"),
         pytest.param("in an accumulate", "a scheduler", marks=pytest.mark.deep),
         pytest.param("beside a schedule", "hand, dynamic", marks=pytest.mark.deep),
@@ -685,9 +682,8 @@ def test_frozen_models_and_missing_gradients_do_nothing(given: Any):
         optimizer.step()
     optimizer.step()  # it is said once
     assert_equal(params_of(model), before)
-    assert (
-        optimizer.transform_state["scale_by_adam"].count == 2
-    )  # one count for all parameters: decision 0015
+    # One count for all parameters: decision 0015.
+    assert optimizer.transform_state["scale_by_adam"].count == 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         frozen = mfx.Muon(model.requires_grad_(False))

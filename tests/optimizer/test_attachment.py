@@ -426,9 +426,8 @@ def test_the_state_follows_a_model_that_has_moved():
     optimizer.step()
     bound, param = optimizer._parameters.tracked, model[2].weight
     trace = optimizer.state[param]["muon.momentum.trace"].clone()
-    bound["2.weight"] = bound["2.weight"]._replace(
-        device=torch.device("cuda")
-    )  # there is one device here
+    # There is one device here.
+    bound["2.weight"] = bound["2.weight"]._replace(device=torch.device("cuda"))
     assert torch.equal(trace, optimizer.state_dict()["state"][1]["muon.momentum.trace"])
     assert bound["2.weight"].device == param.device
     optimizer.step()
@@ -497,9 +496,8 @@ def test_a_model_of_which_nothing_goes_to_muon_is_warned_of():
         "lora_A": nn.Parameter(torch.zeros(2, 4)),
         "base": nn.Parameter(torch.zeros(4, 4), False),
     }
-    with pytest.warns(
-        UserWarning, match=r"use torch\.optim\.AdamW.*'lora_A' is 'adamw'"
-    ):  # the advice first
+    # The advice first.
+    with pytest.warns(UserWarning, match=r"use torch\.optim\.AdamW.*'lora_A' is 'adamw'"):
         mfx.Muon(factors, labels={"lora_A": "adamw", "base": None})
     adapted = nn.Sequential(made().requires_grad_(False), LoRA(nn.Linear(4, 4)))
     rules = [(mfx.routing.path("1.down"), "adamw"), (mfx.routing.path("1.up"), "adamw")]

@@ -306,9 +306,8 @@ def trained_over_ranks(model: nn.Linear, optimizer: mfx.TransformOptimizer) -> l
         optimizer.zero_grad()
         model(torch.eye(6)).sub(3.0).square().sum().backward()
         optimizer.step()
-    state = optimizer.state_dict()["state"][
-        0
-    ]  # also has the tensors that another rank has computed
+    # Also has the tensors that another rank has computed.
+    state = optimizer.state_dict()["state"][0]
     tensors = [model.weight.detach(), *[value for _, value in sorted(state.items())]]
     return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 

@@ -297,9 +297,8 @@ def test_a_group_that_is_added_to_a_wrapper_of_the_optimizer_is_trained() -> Non
 def test_a_layer_may_be_wrapped_between_construction_and_unfreezing() -> None:
     model, twin = net(frozen=FREEZE), net()
     optimizer = mfx.Muon(model)
-    model.backbone = checkpoint_wrapper(
-        model.backbone
-    )  # its parameters have other names in the model now
+    # Its parameters have other names in the model now.
+    model.backbone = checkpoint_wrapper(model.backbone)
     model.backbone.requires_grad_()
     optimizer.add_param_group({"params": model.backbone.parameters(), "lr": 2e-3})
     train(model, optimizer, steps=3)
@@ -336,10 +335,8 @@ def test_the_rate_of_an_added_group_applies_to_all_of_its_members(make: Any) -> 
     train(model, optimizer)
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name]) == name.startswith("backbone")
-    group["lr"], group["weight_decay"] = (
-        1e-3,
-        0.5,
-    )  # as a schedule of the decay writes it into all groups
+    # As a schedule of the decay writes it into all groups.
+    group["lr"], group["weight_decay"] = 1e-3, 0.5
     train(model, optimizer)
     assert not {"muon.weight_decay", "adamw.weight_decay"} & group.keys()
     assert (
@@ -500,10 +497,8 @@ def test_a_scheduler_treats_an_added_list_as_that_of_a_torch_optimizer(scheduler
             optimizer.step()
             try:
                 schedule.step(*arguments)
-            except (
-                ValueError,
-                KeyError,
-            ) as error:  # LambdaLR has one function per group from the start
+            except (ValueError, KeyError) as error:
+                # LambdaLR has one function per group from the start.
                 seen.append((type(error), str(error)))
             seen.append([group["lr"] for group in optimizer.param_groups])
         outcomes.append(seen)

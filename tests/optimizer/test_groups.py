@@ -295,8 +295,8 @@ def test_no_tensor_is_the_number_of_two_groups_or_of_two_arguments(numbers: dict
         for group in optimizer.param_groups
         for key in ("lr", "weight_decay", "momentum", "betas")
         for value in torch.utils._pytree.tree_leaves(group.get(key))
-        if isinstance(value, torch.Tensor)
-        and not (key == "momentum" and "betas" in group)  # the first of betas
+        # The first of betas.
+        if isinstance(value, torch.Tensor) and not (key == "momentum" and "betas" in group)
     ]
     assert number not in {*tensors}
     assert len({id(tensor) for tensor in tensors}) == len(tensors)
@@ -1041,11 +1041,8 @@ def test_a_group_that_may_be_empty_on_purpose_is_not_warned_of(is_model_given: b
 def test_groups_whose_parameters_an_engine_has_replaced_are_an_error_that_names_its_optimizer():
     model = torch.nn.Linear(4, 4)
     optimizer = mfx.Muon(model)
-    optimizer.param_groups[0]["params"] = [
-        torch.zeros(16),
-        torch.zeros(4),
-        torch.zeros(2),
-    ]  # as DeepSpeed does
+    # As DeepSpeed does.
+    optimizer.param_groups[0]["params"] = [torch.zeros(16), torch.zeros(4), torch.zeros(2)]
     with pytest.raises(
         ValueError, match=r"and 3 params, expected 1.*muonfx\.engines\.deepspeed\.Muon"
     ):
@@ -1142,9 +1139,8 @@ def test_one_low_rate_after_a_load_of_two_rates_is_warned_of():
 
 def test_a_first_epoch_of_a_warmup_and_a_minimum_are_not_warned_of():
     optimizer = _muon_with_two_rates()
-    assert (
-        _stepped_at([1e-4] * 30, optimizer) == []
-    )  # as timm's warmup_lr_init, which lasts an epoch
+    # As timm's warmup_lr_init, which lasts an epoch.
+    assert _stepped_at([1e-4] * 30, optimizer) == []
     optimizer.param_groups[0]["lr"] = 1e-3
     assert _stepped(optimizer) == []
     assert _stepped_at([1e-6] * 30, optimizer) == []  # as min_lr of ReduceLROnPlateau

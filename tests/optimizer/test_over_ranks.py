@@ -366,10 +366,8 @@ def test_plain_tensors_and_dtensors_on_several_meshes_go_together(here: Here):
         set_gradients(params, wanted, step)
         optimizer.step()
         other.step()
-    for (
-        name,
-        param,
-    ) in params.items():  # one process multiplies the five as one batch, which may round otherwise
+    # One process multiplies the five as one batch, which may round otherwise.
+    for name, param in params.items():
         close(param, wanted[name], name)
 
 
@@ -766,11 +764,8 @@ def rank_0_saves(here: Here, path: Path) -> None:
 
 def test_under_ddp_any_rank_alone_has_a_complete_state(world: World, tmp_path: Path):
     world.check(2, rank_0_saves, path=tmp_path / "saved")
-    for size, kind in (
-        (2, "ddp"),
-        (4, "ddp"),
-        (2, "fsdp"),
-    ):  # a whole tensor is good for any layout
+    # a whole tensor is good for any layout
+    for size, kind in ((2, "ddp"), (4, "ddp"), (2, "fsdp")):
         world.check(size, load_full, kind=kind, path=tmp_path / "saved", how="by our method")
 
 
@@ -784,9 +779,8 @@ def each_saves(here: Here, kind: str, path: Path) -> None:
     before = [leaf.clone() for leaf in leaves]
     for leaf in leaves:
         leaf.zero_()
-    with torch.serialization.safe_globals(
-        [_StridedShard]
-    ):  # torch 2.10 does not trust its own class
+    # Torch 2.10 does not trust its own class.
+    with torch.serialization.safe_globals([_StridedShard]):
         optimizer.load_state_dict(torch.load(f"{path}.{here.rank}", weights_only=True))
     assert [leaf.data_ptr() for leaf in local_leaves(optimizer)] == [
         leaf.data_ptr() for leaf in leaves

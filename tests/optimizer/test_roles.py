@@ -167,9 +167,8 @@ def test_labels_by_a_function_are_checked_when_they_are_known():
                 match=f"^muon_with_adamw: adamw_learning_rate has numbers by role.*{NO_ROLE}",
             ):
                 mfx.muon_with_adamw(0.02, rates, labels=labels)
-    with pytest.raises(
-        ValueError, match=NO_ROLE
-    ):  # the labels are not known yet, but AdamW would train "muon"
+    # The labels are not known yet, but AdamW would train "muon".
+    with pytest.raises(ValueError, match=NO_ROLE):
         mfx.muon_with_adamw(
             0.02, {"muon": 0.02, "adamw": 0.01}, labels=lambda p: default_labels_by_name(p)
         )

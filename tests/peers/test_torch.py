@@ -22,9 +22,8 @@ from tests.processes import Here, on_ranks
 pytestmark = pytest.mark.engines
 
 
-@pytest.mark.filterwarnings(
-    "ignore:load_state_dict. the state dict was saved with other numbers"
-)  # it is meant to be
+# It is meant to be.
+@pytest.mark.filterwarnings("ignore:load_state_dict. the state dict was saved with other numbers")
 @pytest.mark.parametrize(
     ("check", "info", "at"), cases(), ids=lambda x: x.name if isinstance(x, OptimizerInfo) else x
 )

@@ -44,9 +44,8 @@ def at_home(kind: str) -> Iterator[str]:
             with mock.patch.object(store.Store, "is_direct", return_value=False):
                 yield "cpu"
         else:
-            with mock.patch.object(
-                store, "SMALLEST", 1
-            ):  # also what is smaller than a page goes to the disk
+            # Also what is smaller than a page goes to the disk.
+            with mock.patch.object(store, "SMALLEST", 1):
                 yield folder
             assert os.listdir(folder) == []  # files without a name
 
@@ -119,9 +118,8 @@ def init_in(here: Here, folders: list[str]) -> None:
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
-    pytest.mark.filterwarnings(
-        "ignore:offload. scale_by_(prodigy|dog|dowg) has the locality TREE"
-    ),  # as it is drawn
+    # As it is drawn.
+    pytest.mark.filterwarnings("ignore:offload. scale_by_(prodigy|dog|dowg) has the locality TREE"),
 ]
 
 GIVEN_STATE = mfx.Donation(False, True)
@@ -396,9 +394,10 @@ def test_the_state_is_in_files_without_a_name_that_go_with_it(tmp_path: Path):
     assert os.listdir(tmp_path / "made" / "here") == []
     before = [leaf.data_ptr() for leaf in large]
     _, after = tx.update(drawn(0), state, PARAMS, donate=GIVEN_STATE)
+    # In place.
     assert [
         leaf.data_ptr() for leaf in mfx.tree.tensors(after) if leaf.numel() * 4 >= store.PAGE
-    ] == before  # in place
+    ] == before
     _, second = tx.update(drawn(1), after, PARAMS)
     assert not set(before) & {leaf.data_ptr() for leaf in mfx.tree.tensors(second)}
     assert all(

@@ -102,9 +102,8 @@ def test_update_rms_is_what_the_monitors_measured():
     assert rows == ["a", "b", "idle"]
     for line, factor in zip(ax.lines, (1.0, 0.5), strict=True):
         drawn = {rows[int(y)]: x for x, y in zip(*line.get_data(), strict=True)}
-        assert drawn == pytest.approx(
-            {"a": 3.0 * factor, "b": (25 / 3) ** 0.5 * factor}
-        )  # zero has no place here
+        # Zero has no place here.
+        assert drawn == pytest.approx({"a": 3.0 * factor, "b": (25 / 3) ** 0.5 * factor})
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["grads", "steps"]
 
 

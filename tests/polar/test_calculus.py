@@ -202,9 +202,8 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(
-    "name", ["polar_express", "aol", "cubic"]
-)  # safety, scaled rows, two coefficients a step
+# Safety, scaled rows, two coefficients a step.
+@pytest.mark.parametrize("name", ["polar_express", "aol", "cubic"])
 def test_traced_equals_eager(name: str) -> None:
     x = problem(0, 6, 9, batch=(2,)).x.float()
     settings = {"coefficients": name, "dtype": torch.float32}
@@ -264,9 +263,8 @@ def test_more_shapes_than_the_compiler_would_trace_one_by_one(
         assert gap(run(x), orthogonalize(x, **settings)) < (
             1e-5 if settings.get("dtype") == torch.float32 else 0.2
         )
-    assert (
-        counter.graphs <= 5
-    )  # wide, tall, square and a batch; without `dynamic`, the first shape too
+    # Wide, tall, square and a batch; without `dynamic`, the first shape too.
+    assert counter.graphs <= 5
 
 
 @pytest.mark.slow

@@ -203,9 +203,8 @@ def test_singular_values_stay_within_the_bound_of_the_plan(kind: str, name: str)
     assert plan.dtype == torch.float16
     assert plan.bound is not None
     y = orthogonalize(scaled(kind, 0, *SHAPE, batch=2)[0], coefficients=name, method="gram")
-    assert (
-        torch.linalg.matrix_norm(y.double(), 2) <= (plan.bound + 2e-3) * band(name).peak
-    )  # and one rounding to bf16
+    # And one rounding to bf16.
+    assert torch.linalg.matrix_norm(y.double(), 2) <= (plan.bound + 2e-3) * band(name).peak
 
 
 # ------------------------------------------------------------------------------------------------------ laws
@@ -237,10 +236,8 @@ def test_a_matrix_has_the_same_bits_alone_in_a_batch_and_donated(dtype: torch.dt
     assert torch.equal(orthogonalize_many([other, x, other.mT.contiguous()])[1], alone)
     stack = torch.stack([other, x])
     assert torch.equal(orthogonalize(stack)[1], alone)
-    for donated in (
-        [x.clone(), other.clone()],
-        list(stack.clone().unbind()),
-    ):  # adjacent in memory, or not
+    # Adjacent in memory, or not.
+    for donated in ([x.clone(), other.clone()], list(stack.clone().unbind())):
         donated[0].copy_(x)
         results = orthogonalize_many(donated, donate=True)
         assert results[0] is donated[0]

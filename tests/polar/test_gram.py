@@ -79,9 +79,8 @@ def test_policy_stays_with_standard_where_gram_would_round_more_or_cost_more() -
         dtype=torch.bfloat16,
         coefficients=replace(PRESETS["polar_express"], restarts=(2, 4, 6)),
     )
-    assert (
-        max(len(stage.steps) for stage in unsafe.stages[:-1]) == 1
-    )  # the set's restarts are not safe in bf16
+    # The set's restarts are not safe in bf16.
+    assert max(len(stage.steps) for stage in unsafe.stages[:-1]) == 1
     assert taken((512, 2048), coefficients=torch.ones(3, 3)) == "standard"
 
 
@@ -90,9 +89,8 @@ def test_policy_stays_with_standard_where_gram_would_round_more_or_cost_more() -
 def test_large_matrices_take_the_same_path_alone_and_among_others(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    compute = (
-        torch.float32 if dtype == torch.float16 else dtype
-    )  # fp16 products take minutes on a CPU
+    # fp16 products take minutes on a CPU
+    compute = torch.float32 if dtype == torch.float16 else dtype
     generator = torch.Generator().manual_seed(0)
     x, other = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     copy = x.clone()
@@ -162,9 +160,8 @@ def test_more_steps_than_a_set_has_keep_short_stages(
     assert relative(gram, exact) < 2 * relative(plain, exact)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.*:DeprecationWarning"
-)  # what torch derives products with
+# What torch derives products with.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_large_matrices_carry_tangents() -> None:
     x, t = torch.randn(
         2, 256, 260, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
@@ -212,9 +209,8 @@ def test_new_results_keep_no_more_memory_than_they_take(
     shapes: list[tuple[int, ...]], donate: bool, compute: torch.dtype
 ) -> None:
     xs = [torch.randn(shape) for shape in shapes]
-    xs.append(
-        xs[0].new_ones(()).expand(shapes[0])
-    )  # overwritten in no case, since its elements share memory
+    # Overwritten in no case, since its elements share memory.
+    xs.append(xs[0].new_ones(()).expand(shapes[0]))
     new = [
         y
         for y, x in zip(orthogonalize_many(xs, dtype=compute, donate=donate), xs, strict=True)

@@ -121,9 +121,8 @@ def test_permutations_and_transposes_pass_through(
         )
 
 
-@given(
-    problems(("geometric", "clustered", "deficient"))
-)  # a Gaussian matrix may need more than 14 steps
+# a Gaussian matrix may need more than 14 steps
+@given(problems(("geometric", "clustered", "deficient")))
 def test_long_schedule_is_the_polar_factor(p: Problem) -> None:
     y = orthogonalize(p.x, coefficients="polar_express", steps=14)
     assert gap(y, polar_factor(p.x, rtol=1e-9)) < 1e-9
@@ -290,9 +289,8 @@ def test_subnormal_input_loses_only_the_bits_it_never_had(
     x = coarse(problem(1, 12, 16, "clustered").x)
     x = (x / x.abs().max() * magnitude).to(held)
     ulp = torch.finfo(held).smallest_normal * torch.finfo(held).eps
-    reference = orthogonalize(
-        (x / ulp).double()
-    )  # the same matrix, in whole units of the last place
+    # The same matrix, in whole units of the last place.
+    reference = orthogonalize((x / ulp).double())
     assert gap(orthogonalize(x, dtype=torch.float64), reference) < (
         1e-11 if held == torch.float64 else 1e-6
     )
@@ -419,9 +417,8 @@ ORTHONORMAL = torch.linalg.qr(
 )[0]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.*:DeprecationWarning"
-)  # what torch derives products with
+# What torch derives products with.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize(
     "x",
     [
@@ -444,9 +441,8 @@ def test_the_derivative_at_zero_is_zero() -> None:
     assert torch.equal(found, torch.zeros_like(x))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.*:DeprecationWarning"
-)  # what torch derives products with
+# What torch derives products with.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_at_low_rank_the_derivative_is_that_among_matrices_of_that_rank() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b, da, db = (

@@ -214,9 +214,8 @@ def test_the_bound_covers_what_is_found(name: str, dtype: torch.dtype) -> None:
     assert dtype != torch.float32 or cut == chosen.restarts
     for kind in ("diagonal", "rotated pairs", "parallel rows", "rows", "two rows"):
         x = scaled(kind, 0, 8, 20, batch=100)
-        bound = (
-            growth_by_rounding(chosen.steps, cut, chosen.safety, dtype) + 2e-5
-        )  # both are found on grids
+        # Both are found on grids.
+        bound = growth_by_rounding(chosen.steps, cut, chosen.safety, dtype) + 2e-5
         assert excess(x, name, dtype=dtype, method="gram") <= bound, kind
 
 

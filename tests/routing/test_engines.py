@@ -171,13 +171,11 @@ def test_query_key_and_value_are_those_that_the_model_computes(
     own = parse(text).split(weight)
     own = list(own[0]) if len(own) == 1 else own
     for found, part in zip(own, parts, strict=True):
-        rows = (
-            (part.transpose(1, 2) if heads_last else part)[0].flatten(1).T
-        )  # (heads * dim, inputs)
+        # (heads * dim, inputs)
+        rows = (part.transpose(1, 2) if heads_last else part)[0].flatten(1).T
         rows = rows.unflatten(0, (-1, part.shape[-1]))
-        distinct = rows[
-            :: len(rows) * part.shape[-1] // len(found)
-        ]  # keys that several queries share are repeated
+        # Keys that several queries share are repeated.
+        distinct = rows[:: len(rows) * part.shape[-1] // len(found)]
         torch.testing.assert_close(found, distinct.flatten(0, 1), rtol=0, atol=0)
 
 

@@ -949,9 +949,8 @@ def test_a_partition_by_names_alone_warns_at_init_and_never_at_an_update():
     tx = muonfx.muon_with_adamw(0.1, orthogonalize=muonfx.orthogonalize(dtype=torch.float32))
     with pytest.warns(UserWarning, match="labelled these as hidden matrices: 'h.fc.weight'"):
         state = tx.init(params)
-    tx.replace().update(
-        params, state, params
-    )  # one that has met no parameters, as in another process
+    # One that has met no parameters, as in another process.
+    tx.replace().update(params, state, params)
     silent = muonfx.muon_with_adamw(
         0.1, orthogonalize=muonfx.orthogonalize(dtype=torch.float32), labels=default_labels_by_name
     )

@@ -362,9 +362,8 @@ def test_the_table_of_real_models_has_forty_corrections_of_each_kind():
     assert set(corrected) == {"table", "bias table", "head", "input", "hidden"}
 
 
-plain_names = st.text(
-    "abcdefghijlmnprstuwxyz", min_size=1, max_size=12
-).filter(  # no names of q, k, v and o
+# No names of q, k, v and o.
+plain_names = st.text("abcdefghijlmnprstuwxyz", min_size=1, max_size=12).filter(
     lambda name: name not in ("blocks", "module") and not hasattr(nn.Module(), name)
 )
 
@@ -423,9 +422,8 @@ def test_the_projections_of_a_contrastive_model_are_heads_at_any_width():
             model = with_body(after={name: lin(width, D)})
             model.logit_scale = nn.Parameter(torch.zeros(()))
             assert default_labels(model, roles=True)[f"{name}.weight"] == "head"
-    hidden = with_body(
-        before={"tokens": nn.Embedding(9, 24), "text_projection": lin(D, 24)}
-    )  # Grounding DINO
+    # Grounding DINO.
+    hidden = with_body(before={"tokens": nn.Embedding(9, 24), "text_projection": lin(D, 24)})
     assert default_labels(hidden)["text_projection.weight"] == "muon"
 
 
@@ -484,9 +482,8 @@ def test_a_head_of_a_multiple_of_its_inputs_is_a_head(count, order):
     layers = {"policy": lin(count * D, D), "value": lin(1, D)}
     labels = default_labels(with_body(after={name: layers[name] for name in order}), roles=True)
     assert labels["policy.weight"] == "head"
-    tokens = nn.Embedding(
-        count * D, D
-    )  # a language model whose vocabulary is such a multiple, as one of 256 bytes
+    # a language model whose vocabulary is such a multiple, as one of 256 bytes
+    tokens = nn.Embedding(count * D, D)
     labels = default_labels(
         with_body({"tokens": tokens}, after={"readout": lin(count * D, D)}), roles=True
     )
@@ -685,9 +682,8 @@ def test_networks_in_one_module_are_read_as_one_network():
             "discriminator": nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 1)),
         }
     )
-    assert (
-        default_labels(networks)["generator.2.weight"] == "muon"
-    )  # as the discriminator reads 2 features
+    # As the discriminator reads 2 features.
+    assert default_labels(networks)["generator.2.weight"] == "muon"
     with pytest.warns(UserWarning, match=r"no output head.*'2.weight' \(2, 32\)"):
         default_labels(networks["generator"])
     rule = (mfx.routing.path("generator.2.*"), "adamw")

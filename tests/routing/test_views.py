@@ -491,9 +491,8 @@ def test_a_fused_matrix_of_unknown_code_is_warned_of_once_with_the_line_that_spl
     split, whole = views_of(caught)
     pieces = {n: [*p.chunk(parts)] if name in n else [p] for n, p in model.named_parameters()}
     wanted = as_matrices(model, pieces)
-    near(
-        stepped(model, split), {key: torch.cat(rows) for key, rows in wanted.items()}
-    )  # no warning
+    # No warning.
+    near(stepped(model, split), {key: torch.cat(rows) for key, rows in wanted.items()})
     plain = as_matrices(model, {n: [p] for n, p in model.named_parameters()})
     near(stepped(model, whole), {key: matrix for key, (matrix,) in plain.items()})
 

@@ -47,9 +47,8 @@ def test_owners_get_and_give_2s_times_p_minus_1_over_p_squared(world: World, siz
     drawn = {
         "rows": evenly(size),
         "columns": model(steps=2, **{f"m{i}": (5, 2 * size) for i in range(2 * size)}),
-        "flat": model(
-            steps=2, m0=(size, 6)
-        ),  # equal intervals of each matrix: an engine with a buffer for each
+        # Equal intervals of each matrix: an engine with a buffer for each.
+        "flat": model(steps=2, m0=(size, 6)),
     }[kind]
     layout = Placed(dict.fromkeys(drawn.leaves, ("0" if kind == "rows" else "1",)))
     if kind == "flat":

@@ -178,9 +178,8 @@ def by_hand(here: Here, path: Path, case: LayoutCase) -> None:
     )
     # `Layout.to_global` wrapped a DTensor into another, which torch refuses; `from_global` returned no DTensor.
     assert_trees_equal(layout.from_global(layout.to_global(local)), local)
-    if isinstance(
-        case, Flat
-    ):  # ZeRO-1 and 2 leave whole parameters on each rank, and shard the state only
+    # ZeRO-1 and 2 leave whole parameters on each rank, and shard the state only.
+    if isinstance(case, Flat):
         mfx.checkpoint.save(path / "whole", None, params=params, tx=sharded, group=group)
         empty = {name: torch.zeros_like(leaf) for name, leaf in params.items()}
         assert_trees_equal(

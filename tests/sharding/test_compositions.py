@@ -225,9 +225,8 @@ def test_block_periodic_muon_sends_nothing_at_steps_in_blocks_of_rows(world: Wor
         for params, _ in steps:
             torch.testing.assert_close(params, expected, rtol=0, atol=1e-9)
         is_whole = step % PERIOD == 0
-        if (
-            step > 0 and cut == "rows"
-        ):  # blocks of columns are not contiguous, and are gathered like whole matrices
+        # Blocks of columns are not contiguous, and are gathered like whole matrices.
+        if step > 0 and cut == "rows":
             assert sum(counted.exchanged for _, counted in steps) == (total if is_whole else 0)
             assert sum(counted.matrices for _, counted in steps) == len(START) * (
                 1 if is_whole else 2

@@ -100,12 +100,10 @@ def in_padded_chunks(grads: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
     out = {name: torch.zeros_like(grad) for name, grad in grads.items()}
     for base in range(0, len(names), ranks):
         chunk = names[base : base + ranks]
-        outputs = [out[name] for name in chunk] + [out[chunk[-1]]] * (
-            ranks - len(chunk)
-        )  # one tensor, several outputs
-        for rank, output in enumerate(
-            outputs
-        ):  # all_gather: each rank's contribution goes to its output
+        # One tensor, several outputs.
+        outputs = [out[name] for name in chunk] + [out[chunk[-1]]] * (ranks - len(chunk))
+        # all_gather: each rank's contribution goes to its output
+        for rank, output in enumerate(outputs):
             has_one = rank < len(chunk)
             output.copy_(newton_schulz(grads[chunk[rank]]) if has_one else torch.zeros_like(output))
     return out

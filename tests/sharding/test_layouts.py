@@ -232,11 +232,8 @@ def test_a_cut_array_is_covered_and_nothing_less_or_more_is(shape, data):
 
 
 def test_a_hole_beside_an_overlap_is_no_cover():
-    rows = [
-        Box((0, 0), (2, 3)),
-        Box((1, 0), (2, 3)),
-        Box((3, 0), (1, 3)),
-    ]  # 15 elements, of 4 x 3 = 12
+    # 15 elements, of 4 x 3 = 12
+    rows = [Box((0, 0), (2, 3)), Box((1, 0), (2, 3)), Box((3, 0), (1, 3))]
     assert cover((5, 3), rows) == "overlap"
     assert cover((4, 3), [Box((0, 0), (4, 3, 1))]) == "go beyond its sides"
     assert cover((4,), [Box((3,), (4,))]) == "go beyond its sides"

@@ -115,9 +115,8 @@ def laid_out_as(here: Here, way: str) -> tuple[list[Tensor], Params]:
         return trained(model, all_of_it, lambda grad: None, tensor_parallel=(rank, size))
     if way == "fsdp2":
         fully_shard(model["h"]["attn"], mesh=here.mesh)
-        return trained(
-            model, sequences, lambda grad: grad.to_local().mul_(size)
-        )  # a mean over ranks, made a sum
+        # a mean over ranks, made a sum
+        return trained(model, sequences, lambda grad: grad.to_local().mul_(size))
     layout = sharding.replicated(dict(model.named_parameters()), here.group)
     return trained(model, {"dp": sequences, "cp": queries}[way], add_up, layout=layout)
 
@@ -131,9 +130,8 @@ def test_training_is_that_of_one_process(world: World, way: str, size: int):
     for step, like in enumerate(wanted_logits):
         seen = torch.stack([logits[step] for logits, _ in results])
         torch.testing.assert_close(seen.amax(0), like, rtol=1e-9, atol=1e-9)
-        assert not all(
-            torch.equal(own, seen[0]) for own in seen
-        )  # each rank has seen something else
+        # Each rank has seen something else.
+        assert not all(torch.equal(own, seen[0]) for own in seen)
     for _, params in results:
         torch.testing.assert_close(params, wanted, rtol=1e-9, atol=1e-9)
 

@@ -188,9 +188,8 @@ def test_a_bucket_is_computed_while_the_next_is_gathered_and_the_one_before_retu
         f"w{index}": DTensor.from_local(torch.ones(3, 6), mesh, [Shard(0)]) for index in range(6)
     }
     layout = sharding.from_dtensors(params)
-    tx = sharding.sharded(
-        mfx.orthogonalize(dtype=torch.float32), layout, bucket_bytes=1
-    )  # three buckets
+    # Three buckets.
+    tx = sharding.sharded(mfx.orthogonalize(dtype=torch.float32), layout, bucket_bytes=1)
     state = tx.init(params)
     monkeypatch.setattr(Exchange, "__init__", started)
     monkeypatch.setattr(Exchange, "arrived", waited)
@@ -312,7 +311,5 @@ def test_what_is_made_to_bind_grows_with_ranks_plus_parameters(made: dict[str, i
         (wider, 4 * ranks, params),
     ):
         assert sum(found.values()) <= 12 * (r + p) + 50, (kind, found)
-    assert sum(both.values()) <= 12 * 4 * (ranks + params) + 50, (
-        kind,
-        both,
-    )  # a product would be 16 times
+    # a product would be 16 times
+    assert sum(both.values()) <= 12 * 4 * (ranks + params) + 50, (kind, both)

@@ -160,9 +160,8 @@ OF_A_LEAF = {
 """Bugs of one leaf: the function, and the arguments that declare it."""
 
 OF_DONATIONS = {
-    "breaks_its_donation_promise": lambda u, donate: u.view(
-        u.shape
-    ),  # another tensor, but not another storage
+    # Another tensor, but not another storage.
+    "breaks_its_donation_promise": lambda u, donate: u.view(u.shape),
     "donates_more_than_it_was_given": lambda u, donate: u.mul_(2.0) if donate.state else u * 2.0,
     "computes_differently_when_donated": lambda u, donate: u.mul_(3.0) if all(donate) else u * 2.0,
 }
@@ -436,9 +435,8 @@ def reads_memory_that_it_never_wrote(updates, state, params):
 
 @of_trees()
 def reads_the_clock(updates, state, params):
-    factor = (
-        1.0 + (time.time() // 1000) % 6
-    )  # the law moves clocks by 1,000 or 1,001 of these units
+    # The law moves clocks by 1,000 or 1,001 of these units.
+    factor = 1.0 + (time.time() // 1000) % 6
     return tree.map(lambda u: u * factor, updates)
 
 

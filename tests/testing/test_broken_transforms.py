@@ -386,9 +386,8 @@ def test_the_error_of_a_step_comes_first():
     with pytest.raises(TypeError, match=r"^faulty raised RuntimeError: Expected size") as caught:
         kit.check_transform(faulty())
     assert "give check_transform a strategy of examples" in str(caught.value)
-    assert isinstance(
-        caught.value.__cause__, RuntimeError
-    )  # its traceback shows the line of the step
+    # Its traceback shows the line of the step.
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 OVERFLOWING = {
@@ -516,9 +515,8 @@ def test_drawn_trees_have_every_kind_of_leaf_and_node():
         OrderedDict,
         deque,
     }
-    widened = (
-        set()
-    )  # whether the float32 gradients of bfloat16 parameters have values of bfloat16 only
+    # Whether the float32 gradients of bfloat16 parameters have values of bfloat16 only.
+    widened = set()
     for example in examples:
         for grads in example.steps:
             for param, grad in zip(

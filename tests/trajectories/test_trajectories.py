@@ -233,9 +233,8 @@ def record(add: bool) -> None:
     values: dict[str, Tensor] = {}
     for name in CHAINS:
         found = runs(world, name)
-        (digests[name],) = {
-            digest(trajectory) for trajectory in found.values()
-        }  # every form gives the same bits
+        # Every form gives the same bits.
+        (digests[name],) = {digest(trajectory) for trajectory in found.values()}
         last = found["one process"][-1]
         values |= {f"{name}/{leaf}": value.detach().contiguous() for leaf, value in last.items()}
     world.close()

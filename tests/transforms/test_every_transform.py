@@ -257,9 +257,8 @@ COMPILED = [
 # The eigenvectors of a deficient matrix are those of its rounding.
 CHAOTIC = {
     "scale_by_soap": ["narrow_gradients_are_computed_in_wider_dtypes"],
-    "monitor": [
-        "large_and_small_gradients_give_finite_updates"
-    ],  # the Gram matrix of its metric overflows
+    # The Gram matrix of its metric overflows.
+    "monitor": ["large_and_small_gradients_give_finite_updates"],
 }
 EXAMPLES = max(6, settings.default.max_examples // 10)
 LONG = {"scale_by_dion", "scale_by_dion2", "scale_by_shampoo", "scale_by_soap"}

@@ -551,11 +551,8 @@ def test_a_step_is_what_the_operators_of_tensors_are(
         wide = torch.promote_types(u.dtype, torch.float32)
         try:
             made = value(expression, u.to(wide), params[name].to(wide))
-        except (
-            RuntimeError,
-            TypeError,
-            AttributeError,
-        ):  # an operator that these tensors or numbers have not
+        except (RuntimeError, TypeError, AttributeError):
+            # An operator that these tensors or numbers have not.
             return
         except ArithmeticError:  # an operator between two plain numbers, such as a division by zero
             return

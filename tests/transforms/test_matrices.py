@@ -213,12 +213,10 @@ def test_a_step_that_returns_no_state_is_an_error_that_says_so():
     ids=str,
 )
 def test_a_transform_of_ones_own_obeys_the_laws(tx: mfx.Transform):
-    skip = [
-        "large_and_small_gradients_give_finite_updates"
-    ]  # `with_both_slots` squares 1e-18 in fp32
-    if (
-        tx.name == "with_both_slots"
-    ):  # its updates are third powers of gradients: 1e-9 is 0 in float16
+    # `with_both_slots` squares 1e-18 in fp32
+    skip = ["large_and_small_gradients_give_finite_updates"]
+    # Its updates are third powers of gradients: 1e-9 is 0 in float16.
+    if tx.name == "with_both_slots":
         skip.append("narrow_gradients_are_computed_in_wider_dtypes")
     kit.check_transform(tx, max_examples=5, skip=skip)
 
@@ -313,9 +311,8 @@ def drawn(seed: int) -> dict[str, Tensor]:
         name: torch.randn(shape, generator=draw, dtype=torch.float64)
         for name, shape in SHAPES.items()
     }
-    return {
-        name: (64 * leaf).round() / 64 for name, leaf in drawn.items()
-    }  # so that 2**-120 times it is exact in fp32
+    # So that 2**-120 times it is exact in fp32.
+    return {name: (64 * leaf).round() / 64 for name, leaf in drawn.items()}
 
 
 def matrices(seed: int) -> dict[str, Tensor]:

@@ -122,11 +122,8 @@ def test_a_number_gives_the_same_bits_wherever_it_is_kept(name: str, tx: mfx.Tra
                 assert moments(kept) == moments(state), (way, dtype, scale)
 
 
-FOR_WIDE_TENSORS = (
-    "shift",
-    "lerp",
-    "addcmul",
-)  # transforms call them with fp32 or fp64 tensors only
+# Transforms call them with fp32 or fp64 tensors only.
+FOR_WIDE_TENSORS = ("shift", "lerp", "addcmul")
 
 
 def _behind(

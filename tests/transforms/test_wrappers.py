@@ -387,9 +387,8 @@ def test_a_compiled_accumulate_keeps_gradients_that_the_last_micro_batch_lacks(w
     expected = updates_of_b(tx.update)
     assert expected[-1] is None
     assert updates_of_b(compiled) == expected
-    assert (
-        updates_of_b(tx.update) == expected
-    )  # whose checks read what the compiled calls have cached
+    # Whose checks read what the compiled calls have cached.
+    assert updates_of_b(tx.update) == expected
     torch.compiler.reset()
     with pytest.raises(Exception, match="_run_outside_the_graph"):
         torch.compile(tx.update, fullgraph=True, backend="eager")(

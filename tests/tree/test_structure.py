@@ -527,9 +527,8 @@ def test_a_list_in_place_of_a_tuple_is_described_by_its_length():
 
 
 def test_two_classes_of_one_name_are_named_as_such():
-    before, after = (
-        NamedTuple("State", [("trace", torch.Tensor)]) for _ in range(2)
-    )  # as by importlib.reload
+    # As by importlib.reload.
+    before, after = (NamedTuple("State", [("trace", torch.Tensor)]) for _ in range(2))
     text = "found State of 'trace', expected State of 'trace' of another class with this name: was its module reloaded?"
     assert difference(before(torch.ones(1)), after(torch.ones(1))) == text
 

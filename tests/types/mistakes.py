@@ -33,9 +33,8 @@ def planted(model: nn.Module, params: dict[str, Tensor], updates: dict[str, Tens
     mfx.momentum().updat(updates, None)  # wrong: reportAttributeAccessIssue, attr-defined
     mfx.momentum().update(updates)  # wrong: reportCallIssue, call-arg
     mfx.apply_updates(params, updates, donate="yes")  # wrong: reportArgumentType, arg-type
-    listed: list[Tensor] = mfx.apply_updates(
-        params, updates
-    )  # wrong: reportAssignmentType, arg-type
+    # Wrong: reportAssignmentType, arg-type.
+    listed: list[Tensor] = mfx.apply_updates(params, updates)
     mfx.warmup_cosine_decay_schedule(1e-2, 5.5, 20)  # wrong: reportArgumentType, arg-type
     mfx.linear_schedule(0.1, 0.0, 10)("3")  # wrong: reportCallIssue, call-overload
     mfx.Muon(model, lr="1e-3")  # wrong: reportArgumentType, arg-type

@@ -295,9 +295,8 @@ def _label_for(tx: Transform, kind: str, chains: Mapping[str, Transform]) -> str
     for label, chain in chains.items():
         if chain == tx:
             return label
-    labels_of_kind = [
-        label for label in chains if label.partition("_")[0] == kind
-    ]  # "muon" and "muon_2"
+    # "muon" and "muon_2"
+    labels_of_kind = [label for label in chains if label.partition("_")[0] == kind]
     if not labels_of_kind:
         return kind
     return f"{kind}_{len(labels_of_kind) + 1}"

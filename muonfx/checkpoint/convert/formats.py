@@ -141,9 +141,8 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
 def _require_adamw_options(group: Group) -> None:
     """Raise if a group of torch.optim.AdamW or Adam has an option without an equivalent here, such as "amsgrad"."""
     refused = [key for key in ("amsgrad", "maximize") if group.get(key)]
-    is_coupled = not group.get(
-        "decoupled_weight_decay", True
-    )  # Adam adds the decay to the gradient
+    # Adam adds the decay to the gradient.
+    is_coupled = not group.get("decoupled_weight_decay", True)
     if is_coupled and float(group["weight_decay"]):
         refused.append("the coupled weight_decay of torch.optim.Adam")
     if refused:
@@ -173,9 +172,8 @@ def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) 
             f"shape {tuple(shape)} has no equivalent in muonfx: the source scales updates by the sides of the kernel, "
             "muonfx by the sides of the flattened matrix. The state itself can be converted, with read()"
         )
-    pattern = (
-        STACK if len(shape) == 3 else None
-    )  # three dims: the source takes them as a stack of matrices
+    # Three dims: the source takes them as a stack of matrices.
+    pattern = STACK if len(shape) == 3 else None
     arguments: dict[str, Any] = {"coefficients": "keller", "view": MatrixView(pattern)}
     if group.get("ns_steps", 5) != 5:  # newer releases have always five, the default here
         arguments["steps"] = group["ns_steps"]
@@ -269,7 +267,8 @@ def _dion_pattern(group: Group, shape: torch.Size) -> str | None:
     ``group`` has arguments of ``dion.Muon``: ``{"split_sizes": (64, 16, 16)}`` divides a matrix of 96 rows into blocks
     of these rows, as for query, key and value, and ``{"num_heads": 4}`` into four equal blocks.
     """
-    pattern = "... {out} in -> ... {out} in"  # the two functions below write the blocks in place of "{out}"
+    # The two functions below write the blocks in place of "{out}".
+    pattern = "... {out} in -> ... {out} in"
     sizes = group.get("split_sizes")
     if sizes:
         size_of_block = {f"part_{index}": size for index, size in enumerate(sizes)}

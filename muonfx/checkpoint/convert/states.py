@@ -49,9 +49,8 @@ def _states_in(node: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """
     if type(node) in _KINDS:  # of momentum, Adam or Lion
         yield path, node
-    elif isinstance(
-        node, ScheduledState
-    ):  # it counts steps itself, and has the state of an inner transform
+    elif isinstance(node, ScheduledState):
+        # It counts steps itself, and has the state of an inner transform.
         yield path, node
         yield from _states_in(node.inner, f"{path}inner/")
     elif isinstance(node, dict):

@@ -106,9 +106,8 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     True
     """
     optimizer = _optimizer_of(engine)
-    with (
-        optimizer.without_new_state()
-    ):  # a failed load leaves none, because weights may be loaded after it
+    # a failed load leaves none, because weights may be loaded after it
+    with optimizer.without_new_state():
         params, leaves = _loaded_values(path, optimizer)
     flat_optimizers = optimizer.all_flat_optimizers()
     # At stages 1 to 3 this is DeepSpeed's own optimizer, a wrapper of this one.
@@ -116,7 +115,8 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     is_stage_1_or_2 = hasattr(zero, "update_lp_params")
     is_stage_3 = hasattr(zero, "checkpoint_event_prologue")
     if is_stage_3:
-        zero.checkpoint_event_prologue()  # partitions the persistent parameters, which stage 3 keeps whole
+        # Partitions the persistent parameters, which stage 3 keeps whole.
+        zero.checkpoint_event_prologue()
     for flat_optimizer in flat_optimizers:
         flat_optimizer.load(params, leaves, optimizer.state)
     # Copy the full-precision parameters into the parameters of the model.
@@ -176,9 +176,8 @@ class _Values(NamedTuple):
 
         ``with_position`` is `FlatParams.to_save`, or `FlatParams.with_position` to load.
         """
-        expert_name_of = global_names(
-            optimizer.model
-        )  # other parameters have their own names in a checkpoint
+        # Other parameters have their own names in a checkpoint.
+        expert_name_of = global_names(optimizer.model)
         flat_optimizers = optimizer.all_flat_optimizers()
         # 1. The state of this rank. A checkpoint has no leaves that are None, but a loaded state has them again, so
         # ``paths`` has their paths, too.
@@ -246,9 +245,8 @@ def _rename_path(path: tuple[Any, ...], new_name_of: Mapping[str, str]) -> tuple
     """
     entries: list[Any] = []
     for entry in path:
-        entries.append(
-            new_name_of.get(str(entry), entry)
-        )  # an entry that is no parameter's name stays
+        # An entry that is no parameter's name stays.
+        entries.append(new_name_of.get(str(entry), entry))
     return tuple(entries)
 
 

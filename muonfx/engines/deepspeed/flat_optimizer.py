@@ -144,9 +144,8 @@ class FlatOptimizer:
         """Raise unless the state of a tensor has exactly the keys of the transform, such as "momentum.trace"."""
         if state_of_key.keys() == specs.keys():
             return
-        key = min(
-            specs.keys() ^ state_of_key.keys()
-        )  # alphabetically, the first key that only one of them has
+        # Alphabetically, the first key that only one of them has.
+        key = min(specs.keys() ^ state_of_key.keys())
         problem = "is missing" if key in specs else "belongs to another transform"
         raise self._misfit(
             key, f"{problem}; found {sorted(state_of_key)}, expected {sorted(specs)}"
@@ -198,9 +197,8 @@ class FlatOptimizer:
             if state_leaf.name is None:  # such as a step count: every tensor has the same leaf
                 for tensor in self.flat.tensors:
                     states[tensor][state_leaf.key] = new_leaf
-            elif (
-                new_leaf.data_ptr() != stored_leaf.data_ptr()
-            ):  # else the step has updated the memory in place
+            elif new_leaf.data_ptr() != stored_leaf.data_ptr():
+                # Else the step has updated the memory in place.
                 stored_leaf.copy_(new_leaf)
 
     def step(self, numbers: dict[str, Any], states: States) -> None:
@@ -208,9 +206,8 @@ class FlatOptimizer:
 
         Call `check_and_cast` before.
         """
-        if (
-            numbers is not self._numbers
-        ):  # `GroupNumbers.read` returns the same dict until a number changes
+        # `GroupNumbers.read` returns the same dict until a number changes
+        if numbers is not self._numbers:
             self._set_numbers(numbers)
         # The parameters, gradients and state are views of the tensors of DeepSpeed.
         params = self.flat.params()
@@ -327,16 +324,14 @@ def _state_leaves_of(
         params: the parameters of the flat tensor, or their shards, by name.
     """
     state_leaves: list[_StateLeaf] = []
-    owners = ownership_of(
-        state, dict.fromkeys(all_names)
-    )  # the parameter to which each leaf belongs, if any
+    # The parameter to which each leaf belongs, if any.
+    owners = ownership_of(state, dict.fromkeys(all_names))
     for path, owner, leaf in zip(tree.paths(state), owners, tree.leaves(state), strict=True):
         name = owner.parameter
         # A leaf of another shape, such as a norm of a matrix, cannot be in a flat tensor at the parameter's position.
         if name is not None and name in params and _have_one_shape(leaf, params[name]):
-            state_leaves.append(
-                _StateLeaf(path_of(owner.path), name)
-            )  # `owner.path` is without the name
+            # `owner.path` is without the name
+            state_leaves.append(_StateLeaf(path_of(owner.path), name))
         else:
             state_leaves.append(_StateLeaf(path_of(path), None))
     return state_leaves

@@ -156,9 +156,8 @@ def locate(
     else:
         stage = 3
         partition = _partition_of_stage_3(flat_tensor, params, engine)
-    if (
-        tensor_group is not None
-    ):  # up to here, of the rows or columns of AutoTP; now of the whole parameters
+    # Up to here, of the rows or columns of AutoTP; now of the whole parameters.
+    if tensor_group is not None:
         partition = _with_tensor_parallel(partition, params, tensor_group)
     layout = _layout(
         partition.cuts,
@@ -386,9 +385,8 @@ def _partition_of_stage_3(flat_tensor: Tensor, params: NamedTensors, engine: Any
         numel = prod(shape)
         padded_length = int(param.ds_tensor.ds_numel)  # of every rank's shard
         borders = [padded_length * index for index in range(size + 1)]
-        cuts[name] = Intervals(
-            shape, 0, tuple(borders)
-        )  # for 5 elements on two ranks, the borders are 0, 3 and 6
+        # For 5 elements on two ranks, the borders are 0, 3 and 6.
+        cuts[name] = Intervals(shape, 0, tuple(borders))
         # This rank's interval. With few elements, the last ranks have only padding, and an interval of length 0.
         start_in_param = min(rank * padded_length, numel)
         length = min(padded_length, numel - start_in_param)  # without the padding
@@ -477,9 +475,8 @@ def _name_of_differing(flat: FlatParams, params: NamedTensors) -> str | None:
         if name not in params:
             continue
         shard = _local_shard(params[name], flat.intervals[name].start_in_param, view.numel())
-        if (
-            shard.numel() < view.numel()
-        ):  # DeepSpeed stores the values elsewhere, so that nothing can be compared
+        # DeepSpeed stores the values elsewhere, so that nothing can be compared.
+        if shard.numel() < view.numel():
             _warn_of_unknown_values(name)
             continue
         if not _is_copy(view.reshape(-1), shard):

@@ -69,9 +69,8 @@ def Muon(model: nn.Module, lr: float = 2e-3, **options: Any) -> ZeroOptimizer:
     ... ]
     ['muon', 'adamw']
     """
-    trained = trained_parameters(
-        model
-    )  # without frozen ones; ``model`` is passed as well, for the types of modules
+    # Without frozen ones; ``model`` is passed as well, for the types of modules.
+    trained = trained_parameters(model)
     return ZeroOptimizer(
         model, muon.Muon.transform_for(trained, lr, model=model, **with_parts(options))
     )

@@ -81,9 +81,8 @@ class ZeroOptimizer(Optimizer):
         params = trained_parameters(model)
         whole_params = _whole_params(params)
         tx.init(whole_params)  # raises if the transform cannot handle the parameters
-        rules = _visited(
-            tx, whole_params
-        ).rules  # the label of each parameter, and the transforms that update it
+        # The label of each parameter, and the transforms that update it.
+        rules = _visited(tx, whole_params).rules
         _require_labels(params, rules)
         # 1. Create ``param_groups``, and ``state``, which is empty.
         super().__init__(_new_groups(tx, params, rules), {})
@@ -149,9 +148,8 @@ class ZeroOptimizer(Optimizer):
                 if self._step_group is not None:
                     facts.update(self._facts_of_step(group_of_optimizer))
         except Exception:
-            self.param_groups = (
-                self._all_groups
-            )  # DeepSpeed would leave the one group of this call there
+            # DeepSpeed would leave the one group of this call there.
+            self.param_groups = self._all_groups
             # An error may have left some ranks without the new ones: the next call makes them on all ranks together.
             self._flat_optimizers = flat_optimizers
             raise
@@ -226,9 +224,8 @@ class ZeroOptimizer(Optimizer):
         written: dict[str, Tensor] = {}
         for name, stepped_tensor in flat.tensor_of.items():
             param = self._params[name]
-            if (
-                stepped_tensor is param
-            ):  # at stage 0 in fp32, DeepSpeed has no copy to write over it
+            # At stage 0 in fp32, DeepSpeed has no copy to write over it.
+            if stepped_tensor is param:
                 continue
             count = param._version
             if self._write_counts.get(name, count) != count:
@@ -349,9 +346,8 @@ class ZeroOptimizer(Optimizer):
         engine = stage_3_of(params)
         if engine is None:
             return group["params"]
-        return flats_of(
-            engine, params
-        )  # at stage 3, DeepSpeed puts its flat tensors into the group in a step only
+        # At stage 3, DeepSpeed puts its flat tensors into the group in a step only.
+        return flats_of(engine, params)
 
     def _tensors_to_step(self, group: Group) -> list[Tensor]:
         """Return the flat tensors of a param group with a gradient in this step; at stage 0, its first tensor."""

@@ -197,9 +197,8 @@ def global_names(model: nn.Module) -> dict[str, str]:
         expert_group: Any = getattr(layer, "ep_group", None)
         if experts is None or expert_group is None:
             continue
-        if (
-            dist.get_world_size(expert_group) == 1
-        ):  # this rank has all experts, so that the indices are global
+        # This rank has all experts, so that the indices are global.
+        if dist.get_world_size(expert_group) == 1:
             continue
         # 2. The index of this rank's first expert is added to each of its own indices.
         first_expert = dist.get_rank(expert_group) * len(experts)

@@ -69,9 +69,8 @@ class GroupRates:
         if not self._needs_checks:
             return
         rates = {float(group["lr"]) for group in groups}
-        if (
-            len(rates) > 1
-        ):  # the scheduler has a rate for each group, and will have one in all steps
+        # The scheduler has a rate for each group, and will have one in all steps.
+        if len(rates) > 1:
             self._needs_checks = False
             return
         rate = rates.pop()
@@ -106,12 +105,10 @@ def require_rates_by_group(config: Mapping[str, Any], groups: Sequence[Mapping[s
         params.setdefault("warmup_max_lr", 0.001)
     for key in _RATE_KEYS:
         value = params.get(key)
-        is_one_number = isinstance(
-            value, int | float
-        )  # a list, with one rate for each group, is accepted
-        is_from_trainer = (
-            value == "auto"
-        )  # the Trainer replaces it by its learning_rate, one number
+        # a list, with one rate for each group, is accepted
+        is_one_number = isinstance(value, int | float)
+        # The Trainer replaces it by its learning_rate, one number.
+        is_from_trainer = value == "auto"
         if is_one_number or is_from_trainer:
             raise ValueError(_one_rate_in_config(requested, key, value))
 

@@ -87,9 +87,8 @@ def errors_on_all_ranks(group: dist.ProcessGroup | None) -> Generator[None]:
         yield
     except Exception as error:
         if group is not None and dist.get_world_size(group) > 1 and not _is_shared(error, group):
-            with (
-                without_transforms()
-            ):  # the message is a plain tensor, also for an error inside `torch.func.grad`
+            # The message is a plain tensor, also for an error inside `torch.func.grad`
+            with without_transforms():
                 _send_error(error, group)
             _note_shared(error, group)
         raise
@@ -197,9 +196,8 @@ def _signed_hash(value: object, count: int) -> list[int]:
     differ. Thus one all-reduce suffices, whose message does not grow with the number of ranks.
     """
     if value is NO_VALUE:
-        return [_BELOW_ALL_WORDS] * (
-            2 * count
-        )  # changes no maximum, so only the values of the other ranks count
+        # Changes no maximum, so only the values of the other ranks count.
+        return [_BELOW_ALL_WORDS] * (2 * count)
     text = repr(value)
     hashed = hashlib.blake2b(text.encode(), digest_size=4 * count).digest()
     numbers = struct.unpack(f">{count}I", hashed)  # of 32 bits each
@@ -382,9 +380,8 @@ def agree_on_leaves(
 
 def _codes_of_leaves(values: PyTree, unplaced: Iterable[str]) -> bytearray:
     """Return one number for each leaf of a tree: the code of its dtype, plus `_UNPLACED` for the `unplaced` names."""
-    codes = bytearray(
-        map(_code_of, tree.leaves(values))
-    )  # one byte for each leaf, to be compared and sent fast
+    # One byte for each leaf, to be compared and sent fast.
+    codes = bytearray(map(_code_of, tree.leaves(values)))
     names = tree.names(values)
     for name in unplaced:
         codes[names.index(name)] += _UNPLACED

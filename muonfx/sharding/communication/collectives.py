@@ -301,9 +301,8 @@ def _with_missing_gradients(
     for name, leaf in tree.named_leaves(grads):
         if leaf is not None:
             gradient_of[name] = leaf.detach()
-        elif (
-            name in agreement.missing
-        ):  # another rank has this gradient, and the mean is over all ranks
+        elif name in agreement.missing:
+            # Another rank has this gradient, and the mean is over all ranks.
             shape = layout.specs[name].shape
             gradient_of[name] = torch.zeros(
                 shape, dtype=agreement.missing[name].dtype, device=device
@@ -353,16 +352,14 @@ def _reduce_to_shards(
     Rank 0 may hold the first half of a parameter, and rank 1 the second. Rank 0 then sends the second half of its
     tensor to rank 1, and averages the first halves of both tensors.
     """
-    positions = [
-        layout.position(name) for name in names
-    ]  # which elements of each parameter this rank holds
+    # Which elements of each parameter this rank holds.
+    positions = [layout.position(name) for name in names]
     if layout.size == 1:  # the mean of one rank
         return list(map(ShardPosition.cut, positions, wholes))
     means = list(map(ShardPosition.blank, positions, wholes))  # to be filled
     for indices in in_buckets(wholes, BUCKET):  # some of the parameters at a time, to save memory
-        outgoing = lists_by_rank(
-            layout
-        )  # for each rank, the tensors to send: parts (boxes) of this rank's tensors
+        # For each rank, the tensors to send: parts (boxes) of this rank's tensors.
+        outgoing = lists_by_rank(layout)
         targets: list[Tensor] = []  # the parts of `means` that this rank computes, as views
         for index in indices:
             name = names[index]

@@ -115,9 +115,8 @@ class MatrixStage:
             new_names = names - earlier_names
             names_of_buckets.append(sorted(new_names))
             earlier_names |= names
-        return names_of_buckets or [
-            []
-        ]  # the transforms are initialized once, also without a matrix
+        # The transforms are initialized once, also without a matrix.
+        return names_of_buckets or [[]]
 
     def _init(self, params: PyTree) -> PyTree:
         """Return the initial state for the matrices that this rank computes; it is None for all other matrices."""
@@ -140,9 +139,8 @@ class MatrixStage:
         if not self.reads_params or device.type == "meta":
             return self._params_of_nan(local_params)
         matrices: dict[str, Tensor] = {}
-        for bucket in self.plan.local_buckets(
-            local_params
-        ):  # a bucket is some matrices that are sent together
+        # a bucket is some matrices that are sent together
+        for bucket in self.plan.local_buckets(local_params):
             gather = _Gather(self, bucket, local_params, as_params=True)  # starts the messages
             matrices |= gather.wait()
         return matrices
@@ -166,9 +164,8 @@ class MatrixStage:
         It has the structure of the state on every rank. Meta tensors have shapes without values.
         """
         shapes = {name: spec.shape for name, spec in self.plan.specs.items()}
-        for shard in (
-            self.plan.shards
-        ):  # a rank may compute some matrices of a stack: ``(count, rows, columns)``
+        # a rank may compute some matrices of a stack: ``(count, rows, columns)``
+        for shard in self.plan.shards:
             shapes[shard.name] = shard.shape
 
         def meta_tensor(name: str, leaf: Tensor) -> Tensor:
@@ -260,9 +257,8 @@ class Step:
         the previous one are sent back.
         """
         for name, leaf in self.local_updates.items():
-            if (
-                leaf is not None and not leaf.numel()
-            ):  # without elements on this rank: nothing is written to it
+            # Without elements on this rank: nothing is written to it.
+            if leaf is not None and not leaf.numel():
                 self.updated_shards[name] = leaf
         gathers = self._start_gathers(self._buckets[0])
         scatter: _Scatter | None = None
@@ -347,9 +343,8 @@ class _Gather:
 
         Then ``self._bucket.outgoing[1]`` is ``[("w", view)]``. The view is a position, which is the same in all steps.
         """
-        outgoing = lists_by_rank(
-            self._stage.layout
-        )  # for each rank, these parts of the tensors of this step
+        # For each rank, these parts of the tensors of this step.
+        outgoing = lists_by_rank(self._stage.layout)
         for rank, boxes in enumerate(self._bucket.outgoing):
             for name, view in boxes:
                 outgoing[rank].append(view.of(self._local_shards[name]))
@@ -394,9 +389,8 @@ class _Gather:
         shape (2, 4, 2) is allocated, and the result is ``{"v": stack[0], "w": stack[1]}``.
         """
         matrices: dict[str, Tensor] = {}
-        boxes_of: dict[
-            str, Sequence[Tensor]
-        ] = {}  # the parts of each matrix that the ranks send, such as some rows
+        # The parts of each matrix that the ranks send, such as some rows.
+        boxes_of: dict[str, Sequence[Tensor]] = {}
         # `members` are the matrices of one stack, as their transfers: which rank sends which part.
         for members in self._members_of_stacks():
             names = [local.shard.name for local in members]
@@ -404,9 +398,8 @@ class _Gather:
             boxes_of_members = _boxes_of_entries(stack, members[0])
             matrices.update(zip(names, stack.unbind(), strict=True))
             boxes_of.update(zip(names, boxes_of_members, strict=True))
-        exchange.wait(
-            self._incoming(boxes_of)
-        )  # the values arrive in the boxes, which are views of the stacks
+        # The values arrive in the boxes, which are views of the stacks.
+        exchange.wait(self._incoming(boxes_of))
         return matrices
 
     def _members_of_stacks(self) -> list[list[LocalTransfers]]:
@@ -478,9 +471,8 @@ def _local_matrices(transfers: LocalTransfers, local_shard: Tensor) -> Tensor:
     `local_shard` is this rank's shard of the parameter, and may have further elements. For a rank that holds matrices 0
     to 3 of a stack, with shape (4, 8, 8), and computes 0 and 1, the result is ``local_shard[:2]``.
     """
-    shape = (
-        transfers.shard.shape
-    )  # of the result: the parameter's, or (count, rows, columns) for a part of a stack
+    # Of the result: the parameter's, or (count, rows, columns) for a part of a stack.
+    shape = transfers.shard.shape
     views = transfers.local_views  # where the matrices are in the local shard
     # 1. The local shard has these matrices and no others.
     if transfers.is_same_shard:
@@ -524,9 +516,8 @@ class _Scatter:
         shard. `local` says where the elements are in the shard (``local_views``) and the result (``matrix_views``).
         """
         name = local.shard.name
-        if (
-            local.is_same_shard
-        ):  # the result has all elements of the shard, and is used without a copy
+        # The result has all elements of the shard, and is used without a copy.
+        if local.is_same_shard:
             self._step.updated_shards[name] = _like_input(result, self._step.local_updates[name])
             return
         result_as_shard = local.shard.as_shard(result)
@@ -541,20 +532,17 @@ class _Scatter:
         1. Its own two rows are in ``outgoing[0]``, and are only copied.
         """
         layout = self._step.stage.layout
-        returned = (
-            self._bucket.returned
-        )  # the matrices of which any rank sends results, with their transfers
+        # The matrices of which any rank sends results, with their transfers.
+        returned = self._bucket.returned
         outgoing = lists_by_rank(layout)
         for local in returned:
             result = results[local.shard.name]
-            if (
-                not local.computes or result is None
-            ):  # another rank computes it and sends the result
+            # Another rank computes it and sends the result.
+            if not local.computes or result is None:
                 continue
             result_as_shard = local.shard.as_shard(result)
-            for (
-                owner_box
-            ) in local.owner_boxes:  # where a box is in the result, and the ranks that hold it
+            # Where a box is in the result, and the ranks that hold it.
+            for owner_box in local.owner_boxes:
                 box = owner_box.view.of(result_as_shard)
                 for rank in owner_box.holders:
                     outgoing[rank].append(box)
@@ -580,9 +568,8 @@ class _Scatter:
         """
         if self._exchange is None:  # no rank needs results of another
             return
-        incoming = lists_by_rank(
-            self._step.stage.layout
-        )  # for each rank, the tensors into which its message is copied
+        # For each rank, the tensors into which its message is copied.
+        incoming = lists_by_rank(self._step.stage.layout)
         for local in self._bucket.returned:
             owner = local.shard.the_owner  # the rank that computed this matrix
             incoming[owner] += self._boxes_to_fill(local)

@@ -117,9 +117,8 @@ def _meshes_of_all_ranks(
             _MeshOfRank(digest(ranks), coordinates_on[mesh].coordinates[rank])
         )
     # 2. The same of all ranks.
-    wait_for_all(
-        group, CONSTRUCTING
-    )  # a rank that failed before this has reported its error, which is raised here
+    # a rank that failed before this has reported its error, which is raised here
+    wait_for_all(group, CONSTRUCTING)
     messages = all_objects((description, meshes_of_this_rank), group, "finding out who holds what")
     have_different_models = any(
         other_description != description for other_description, _ in messages

@@ -325,9 +325,8 @@ def _broadcast_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGro
     first_rank = dist.get_global_rank(group, 0)  # the source is named by its rank in the whole job
     for indices in in_buckets(tensors, BUCKET):
         targets = [tensors[index] for index in indices]
-        packed = torch.cat(
-            [target.flatten() for target in targets]
-        )  # on rank 0, the values to send
+        # On rank 0, the values to send.
+        packed = torch.cat([target.flatten() for target in targets])
         with collective("broadcasting parameters"):
             dist.broadcast(packed, first_rank, group=group)
         shapes = [target.shape for target in targets]

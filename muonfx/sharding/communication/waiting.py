@@ -66,9 +66,8 @@ def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
         store.set(key_of_rank, "")
         try:
             _require_all(store, keys, purpose, _timeout(group))
-        except (
-            BaseException
-        ):  # also KeyboardInterrupt: this rank has not arrived, and may call this again
+        except BaseException:
+            # Also KeyboardInterrupt: this rank has not arrived, and may call this again.
             store.delete_key(key_of_rank)
             raise
         # 2. All ranks have arrived, so all of them count the barrier, also if one has failed.
@@ -170,9 +169,8 @@ def _missing(store: dist.Store, keys: Sequence[str], patience: timedelta) -> str
     """Wait until each rank has set its key. Return the ranks that have not, such as "ranks 1, 3", or "" if all have."""
     try:
         store.wait(list(keys), patience)
-    except (
-        RuntimeError
-    ):  # most stores raise DistStoreError, which is a RuntimeError, after the patience
+    except RuntimeError:
+        # Most stores raise DistStoreError, which is a RuntimeError, after the patience.
         absent_ranks = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if absent_ranks:
             return listed(absent_ranks)

@@ -126,9 +126,8 @@ class RunPlan:
         `updates` has this rank's updates by parameter name. The matrices of an update that is None are left out. There
         is at least one bucket, perhaps empty, because the transforms run in each step.
         """
-        without_update = frozenset(
-            [name for name, update in updates.items() if update is None]
-        )  # equal on all ranks
+        # Equal on all ranks.
+        without_update = frozenset([name for name, update in updates.items() if update is None])
         # Most steps have the same gradients as the last one, and then its buckets.
         is_as_in_last_step = without_update in self._local_buckets
         if not is_as_in_last_step:
@@ -143,9 +142,8 @@ class RunPlan:
             remaining = [local for local in transfers if local.shard.name not in left_out]
             if remaining:
                 buckets.append(Bucket(remaining, self.size))
-        return buckets or [
-            Bucket([], self.size)
-        ]  # the transforms are run once in each step, also without a matrix
+        # The transforms are run once in each step, also without a matrix.
+        return buckets or [Bucket([], self.size)]
 
     @cached_property
     def _transfers_of_buckets(self) -> list[list[LocalTransfers]]:
@@ -319,9 +317,8 @@ def _owners(
     def seconds_of(owner_of: dict[int, int]) -> float:
         return _seconds_of_step(shards, owner_of, size, machine, settings)
 
-    return min(
-        assignments, key=seconds_of
-    )  # of equal times, the first: splitting less is preferred
+    # Of equal times, the first: splitting less is preferred.
+    return min(assignments, key=seconds_of)
 
 
 def _sets_to_split(
@@ -417,9 +414,8 @@ def _buckets_of_dtype(shards: Mapping[int, MatrixShard], limit: int) -> list[tup
     If rank 0 computes shards 0 and 2 of 60 bytes each, and rank 1 computes shard 1 of 60 bytes, the groups for a limit
     of 100 are ``[(0, 1), (2,)]``: both ranks compute a shard of the first group at the same time.
     """
-    nbytes_on: dict[
-        int | None, dict[int, int]
-    ] = {}  # for each owner, from the index of a shard to its bytes
+    # For each owner, from the index of a shard to its bytes.
+    nbytes_on: dict[int | None, dict[int, int]] = {}
     for index, shard in shards.items():
         nbytes_on.setdefault(shard.owner, {})[index] = shard.nbytes
     # Shards that every rank computes have their own buckets: in a batch with others the last bit could differ.

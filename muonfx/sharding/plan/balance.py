@@ -79,9 +79,8 @@ def _assign_to_least_loaded(items: Mapping[int, Item], loads: list[_Load]) -> di
     owner_of: dict[int, int] = {}
     for index, item in items.items():
         if item.candidates not in queues:
-            queues[item.candidates] = sorted(
-                [loads[rank] for rank in item.candidates]
-            )  # a sorted list is a heap
+            # a sorted list is a heap
+            queues[item.candidates] = sorted([loads[rank] for rank in item.candidates])
         queue = queues[item.candidates]
         # The first entry may be an old load of its rank, such as 2.0 where it has 5.0 now. Loads only grow, so the rank
         # is then too early in the queue, and moves back.
@@ -225,9 +224,8 @@ def _first_fit(
     owner_of: dict[int, int] = {}
     for index, item in items.items():
         for rank, cost in cost_of.items():
-            if (
-                cost + item.cost <= limit
-            ):  # the first rank with room, not the emptiest: gaps are filled tightly
+            # The first rank with room, not the emptiest: gaps are filled tightly.
+            if cost + item.cost <= limit:
                 cost_of[rank] = cost + item.cost
                 owner_of[index] = rank
                 break

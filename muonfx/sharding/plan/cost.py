@@ -78,9 +78,8 @@ def costs_of(specs: Mapping[str, Spec], tx: Transform | None) -> dict[str, float
     if tx is None:
         return {name: _newton_schulz_cost(spec) for name, spec in specs.items()}
     costs = dict.fromkeys(specs, 0.0)
-    for run, names in runs_of(
-        tx, meta_of(specs)
-    ):  # neighbouring transforms, and the parameters that they receive
+    # Neighbouring transforms, and the parameters that they receive.
+    for run, names in runs_of(tx, meta_of(specs)):
         cost_of = cost_of_run(run, "cpu", torch.float32)
         for name in names:
             costs[name] += cost_of(name, specs[name].shape, specs[name].dtype)

@@ -38,9 +38,8 @@ def nearest(ranks: Sequence[int], owner: int) -> int:
     if len(ranks) == 1:
         return ranks[0]
     index = bisect_left(ranks, owner)  # of the first rank that is not below the owner
-    neighbours = ranks[
-        max(index - 1, 0) : index + 1
-    ]  # the rank below the owner, and the one at or above it
+    # The rank below the owner, and the one at or above it.
+    neighbours = ranks[max(index - 1, 0) : index + 1]
     return min(neighbours, key=lambda rank: (abs(rank - owner), rank))
 
 
@@ -195,8 +194,8 @@ class MatrixShard:
             local_views=tuple(map(local_shard.view, overlap.boxes)),
             matrix_views=tuple(map(self.position.view, overlap.boxes)),
             numel=overlap.numel,
-            sends=overlap.sender
-            == rank,  # of several ranks that hold these elements, only one sends them
+            # Of several ranks that hold these elements, only one sends them.
+            sends=overlap.sender == rank,
             owner_boxes=self._owner_boxes() if rank == self.owner else [],
         )
 
@@ -315,9 +314,8 @@ def with_ranks_of_their_own(shards: Sequence[MatrixShard], size: int) -> list[Ma
     """
     # Other shards with several candidates are assigned later, and count for no rank yet.
     loads = [0.0] * size
-    stacks: dict[
-        tuple[str, tuple[int, ...]], list[int]
-    ] = {}  # the matrices to assign, by parameter and candidates
+    # The matrices to assign, by parameter and candidates.
+    stacks: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for index, shard in enumerate(shards):
         if len(shard.candidates) == 1:
             loads[shard.candidates[0]] += shard.cost
@@ -401,9 +399,8 @@ def _candidates(matrices: Sequence[_Matrix]) -> list[tuple[int, ...]]:
     >>> _candidates([_Matrix(ranks=(4, 5), complete=True, with_largest_part=(4, 5))] * 3)
     [(4,), (5,), (5,)]
     """
-    matrices_on: Counter[int] = (
-        Counter()
-    )  # by rank: of how many matrices of the stack it holds elements
+    # By rank: of how many matrices of the stack it holds elements.
+    matrices_on: Counter[int] = Counter()
     for matrix in matrices:
         matrices_on.update(matrix.ranks)
     candidates: list[tuple[int, ...]] = []

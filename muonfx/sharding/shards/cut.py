@@ -198,9 +198,8 @@ class MeshCoordinates:
         """
         shape = tuple(mesh.shape)
         ranks_on_mesh = mesh.mesh.flatten().tolist()
-        coordinates = itertools.product(
-            *map(range, shape)
-        )  # of these ranks, since the last dim varies fastest in both
+        # Of these ranks, since the last dim varies fastest in both.
+        coordinates = itertools.product(*map(range, shape))
         coordinates_of = dict(zip(ranks_on_mesh, coordinates, strict=True))
         coordinates_of_ranks = [coordinates_of.get(rank) for rank in ranks]
         return cls(shape, coordinates_of_ranks)
@@ -260,9 +259,8 @@ class OnMesh(Cut):
         rank has the coordinates ``((1,), ())``. Its shard has rows 4 to 7 and all columns: ``((4, 8),)`` and
         ``((0, 4),)``.
         """
-        spans_of_dims: list[
-            tuple[Span, ...]
-        ] = []  # for each dim of the tensor, ranges of indices (start, end)
+        # For each dim of the tensor, ranges of indices (start, end)
+        spans_of_dims: list[tuple[Span, ...]] = []
         for parts, coordinates in zip(self._parts_of_dims, coordinates_of_dims, strict=True):
             spans_of_dims.append(parts.get(coordinates, ()))  # there may be fewer parts than ranks
         return ShardPosition.grid(spans_of_dims)

@@ -84,9 +84,8 @@ def unplaced_shards(layout: ShardTable, values: PyTree) -> list[str]:
     """
     unplaced: list[str] = []
     for name, leaf in tree.named_leaves(values):
-        if leaf is None or _fits_at_first_sight(
-            layout, name, leaf
-        ):  # as nearly all leaves in a step
+        # As nearly all leaves in a step.
+        if leaf is None or _fits_at_first_sight(layout, name, leaf):
             continue
         layout.require([name])
         if not isinstance(leaf, Tensor):
@@ -113,9 +112,8 @@ def _require_convertible(layout: ShardTable, name: str, leaf: DTensor) -> None:
         raise _wrong_shape(name, leaf.shape, whole_shape)
     is_plain_parameter = name not in layout.dtensors
     if is_plain_parameter and layout.position(name).shape != whole_shape:
-        raise _wrong_placements(
-            layout, name, leaf
-        )  # it cannot be converted to the part that this rank holds
+        # It cannot be converted to the part that this rank holds.
+        raise _wrong_placements(layout, name, leaf)
 
 
 def _fits_at_first_sight(layout: ShardTable, name: str, leaf: Any) -> bool:
@@ -240,9 +238,8 @@ def to_dtensors(layout: ShardTable, local: PyTree, old: PyTree = None) -> PyTree
     With the layout of FSDP2, the local update of shape (2, 8) becomes a DTensor of shape (4, 8) with the mesh and the
     placements of its parameter. An update of a plain parameter stays as it is.
     """
-    old_leaf_of = dict(
-        tree.named_leaves(old)
-    )  # DTensors to use again if a step updated them in place
+    # DTensors to use again if a step updated them in place.
+    old_leaf_of = dict(tree.named_leaves(old))
 
     def to_dtensor(name: str, leaf: Tensor) -> Tensor:
         if name not in layout.dtensors:

@@ -296,9 +296,8 @@ def _spans_within(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
     inner_spans: list[Span] = []
     local_start = 0  # the index in the shard of the first index of the span
     for start, stop in spans:
-        to_whole = (
-            start - local_start
-        )  # add this to an index in the shard, to get the index in the whole
+        # Add this to an index in the shard, to get the index in the whole.
+        to_whole = start - local_start
         # The requested indices that are in this span: none if they end before it, or begin after it.
         first = max(start, offset + to_whole)
         end = min(stop, offset + size + to_whole)

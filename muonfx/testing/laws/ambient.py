@@ -143,9 +143,8 @@ def _another_hash() -> Generator[None]:
     def other_hash(value: object) -> int:
         may_have_strings = isinstance(value, str | bytes | tuple | frozenset)
         calling_function = sys._getframe(1).f_code.co_name
-        is_key_of_dict = (
-            calling_function == "__hash__"
-        )  # its old keys were stored with the usual hash
+        # Its old keys were stored with the usual hash.
+        is_key_of_dict = calling_function == "__hash__"
         if may_have_strings and not is_key_of_dict:
             return usual_hash(("salt", value))  # equal values still have equal hashes
         return usual_hash(value)
@@ -178,9 +177,8 @@ def seeds_clocks_and_hashes_change_nothing(
     """
     expected = history(tx, params, steps)
     _check_modes(PROCESS_MODES, tx, params, steps, expected)
-    with ThreadPoolExecutor(
-        1
-    ) as pool:  # a new thread, where values that are kept for each thread are still unset
+    # a new thread, where values that are kept for each thread are still unset
+    with ThreadPoolExecutor(1) as pool:
         in_thread = pool.submit(history, tx, params, steps).result()
     require_same("(updates, state) in another thread", in_thread, expected, "in this thread")
 
@@ -213,9 +211,8 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     runs = {"this example": (tx, example)}
     expected = {"this example": history(tx, *example)}
     for prefix in ("a", "b", "model"):  # longer names, so that sets of names have several orders
-        longer_names = example.map_trees(
-            lambda values, prefix=prefix: {prefix: values}
-        )  # "a.w" instead of "w"
+        # "a.w" instead of "w"
+        longer_names = example.map_trees(lambda values, prefix=prefix: {prefix: values})
         with suppress(KeyError, TypeError, ValueError):  # a transform may accept certain names only
             expected[f"names in {prefix}"] = history(tx, *longer_names)
             runs[f"names in {prefix}"] = (tx, longer_names)

@@ -88,11 +88,8 @@ def vmap_over_the_transform_equals_a_loop(
     ...     mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)})
     ... )
     """
-    variants = [
-        scaled(tx, 1.0),
-        scaled(tx, 0.9),
-        scaled(tx, 0.5),
-    ]  # with all numeric arguments multiplied
+    # With all numeric arguments multiplied.
+    variants = [scaled(tx, 1.0), scaled(tx, 0.9), scaled(tx, 0.5)]
 
     def last_step(tx: Transform) -> list[Tensor]:
         """Return the tensors of the last updates and the last state, since vmap cannot return None."""
@@ -152,9 +149,8 @@ def a_leaf_has_the_same_bits_in_any_company(
     example = Example(params, steps)
     usual_updates = updates_of(tx, params, steps)
     for number, name in enumerate(tree.names(params)):
-        this_leaf = functools.partial(
-            only_leaf, number
-        )  # a function that replaces all other leaves by None
+        # a function that replaces all other leaves by None
+        this_leaf = functools.partial(only_leaf, number)
         updates_alone = updates_of(tx, *example.map_trees(this_leaf))
         expected = list(map(this_leaf, usual_updates))
         require_same(
@@ -190,9 +186,8 @@ def _with_others(count: int, values: PyTree) -> PyTree:
     >>> _with_others(1, {"b": torch.tensor([1, 2, 3])})
     {'copy0': {'b': tensor([1, 2, 3])}, 'copy1': {'b': tensor([3, 1, 2])}, 'copy2': {'b': tensor([1, 2, 3])}}
     """
-    trees: dict[str, PyTree] = {
-        "copy0": values
-    }  # with its strides, on which the order of a sum may depend
+    # With its strides, on which the order of a sum may depend.
+    trees: dict[str, PyTree] = {"copy0": values}
     for number in range(1, count + 1):
         trees[f"copy{number}"] = tree.map(lambda leaf, by=number: leaf.roll(by), values)
     trees[f"copy{count + 1}"] = tree.map(torch.clone, values)

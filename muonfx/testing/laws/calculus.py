@@ -37,12 +37,10 @@ def _state_is_narrow(tx: Transform) -> str | None:
     """
     params = {"w": torch.zeros(2, 2, dtype=torch.float64, device="meta")}
     try:
-        state = widened(tx).init(
-            params
-        )  # `widened` replaces bfloat16 and float32 by float64, but int8 stays
-    except (
-        Exception
-    ):  # the transform does not accept this tree; a real error is shown when the law is checked
+        # `widened` replaces bfloat16 and float32 by float64, but int8 stays
+        state = widened(tx).init(params)
+    except Exception:
+        # The transform does not accept this tree; a real error is shown when the law is checked.
         return None
     for leaf in tree.tensors(state):
         is_count = leaf.ndim == 0  # such as the number of steps, which is not rounded

@@ -341,9 +341,8 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
     ...     mfx.accumulate(mfx.clip_by_global_norm(1.0), 2), *Example.of({"w": (2, 3)})
     ... )
     """
-    resolved = tx.resolve(
-        on_meta(params)
-    )  # choices by names and shapes, such as which leaves `masked` passes on
+    # Choices by names and shapes, such as which leaves `masked` passes on.
+    resolved = tx.resolve(on_meta(params))
     elementwise = _multiply_known_leaves(tuple(tree.names(params)))
     wrapper_of_elementwise = resolved.with_children([elementwise] * len(resolved.children))
     own_locality = tx.declaration.combinator.own_locality

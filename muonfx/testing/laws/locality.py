@@ -99,9 +99,8 @@ def _enlarged_leaf(leaf: Tensor) -> Tensor:
     """
     tiles = math.ceil(_LARGE / leaf.numel())  # 400 for the shape (3, 5)
     repeats = [tiles]
-    if (
-        leaf.ndim > 1
-    ):  # along the first dim for enough rows, and along the last dim for enough elements
+    # Along the first dim for enough rows, and along the last dim for enough elements.
+    if leaf.ndim > 1:
         tiles_of_rows = math.ceil(_LARGE_SIDE / leaf.shape[0])
         repeats = [tiles_of_rows, *[1] * (leaf.ndim - 2), math.ceil(tiles / tiles_of_rows)]
     large = leaf.repeat(repeats)
@@ -210,9 +209,8 @@ def _batched(example: Example) -> list[Example]:
         if leaf.ndim >= 3:  # it is a batch already
             return leaf
         matrix = as_matrix(leaf)
-        other_matrix = (7.0 * matrix.roll(1, -1) + 0.5).flip(
-            -1
-        )  # with other elements, in another order
+        # With other elements, in another order.
+        other_matrix = (7.0 * matrix.roll(1, -1) + 0.5).flip(-1)
         return torch.stack([matrix, other_matrix])
 
     return also_in_its_dtypes(example.dense().map(batch_of_two))
@@ -258,9 +256,8 @@ def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     usual_updates, tolerance = _updates_and_tolerance(tx, Example(params, steps))
     expected_is = "without this change" + _advice_on_stacks(tx)
     for number in range(len(tree.leaves(params))):
-        this_leaf = functools.partial(
-            only_leaf, number
-        )  # a function that replaces all other leaves by None
+        # a function that replaces all other leaves by None
+        this_leaf = functools.partial(only_leaf, number)
         expected = list(map(this_leaf, usual_updates))
         for condition, example in _with_other_leaves_changed(number, params, steps).items():
             results = list(map(this_leaf, updates_of(tx, *example)))

@@ -80,9 +80,8 @@ def _independent_part(locality: Locality, update: Tensor) -> Tensor:
         elements = update.reshape(-1)
         index = _index_to_replace(update)
         return torch.cat([elements[:index], elements[index + 1 :]])
-    if (
-        locality is Locality.MATRIX and update.ndim >= 3
-    ):  # all matrices but the first, in which it is replaced
+    # All matrices but the first, in which it is replaced.
+    if locality is Locality.MATRIX and update.ndim >= 3:
         matrices = update.reshape(-1, *update.shape[-2:])
         return matrices[1:]
     return update.new_zeros(0)  # all elements may depend on it
@@ -210,9 +209,8 @@ def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: lis
     if tx.locality is not Locality.TREE:
         _check_faults(tx, params, steps, usual_updates, nonempty)
         return
-    for (
-        number
-    ) in nonempty:  # the fault of a leaf spreads to others, so only one leaf has a fault at a time
+    # The fault of a leaf spreads to others, so only one leaf has a fault at a time.
+    for number in nonempty:
         _check_faults(tx, params, steps, usual_updates, [number])
 
 
@@ -251,9 +249,8 @@ def _check_faults(
         for update, infinite_update in zip(
             _of_leaf(number, updates_after["a large element"]), infinite, strict=True
         ):
-            large.append(
-                update.to(infinite_update.dtype)
-            )  # its gradient may have had a wider dtype
+            # Its gradient may have had a wider dtype.
+            large.append(update.to(infinite_update.dtype))
         acts_as_large_number = _all_close(infinite, large, tolerance)
         if not acts_as_large_number:
             _require_visible(
@@ -369,9 +366,8 @@ def large_and_small_gradients_give_finite_updates(
     usual_updates = updates_of(tx, params, steps)
     for magnitude in MAGNITUDES:
         when = f"gradients of {magnitude:g}"
-        param_magnitude = min(
-            1.0, magnitude
-        )  # never large: adding a normalized update would round it away
+        # Never large: adding a normalized update would round it away.
+        param_magnitude = min(1.0, magnitude)
         scaled_steps = [_of_magnitude(grads, magnitude) for grads in steps]
         _finite_history(when, tx, params, scaled_steps)
         # The same with scaled parameters, to which small updates can be added.
@@ -442,9 +438,8 @@ def narrow_gradients_are_computed_in_wider_dtypes(
         for size in sizes:
             narrow_steps = _cast(scaled(steps, size), dtype)
             results = updates_of(tx, params, narrow_steps)
-            wide_steps = _cast(
-                narrow_steps, torch.float64
-            )  # the same values, which have been rounded before
+            # The same values, which have been rounded before.
+            wide_steps = _cast(narrow_steps, torch.float64)
             expected = updates_of(widened(tx), wide_params, wide_steps)
             tolerance = max(tolerance_of(tx, results), TOLERANCES[dtype])
             what = f"updates of {str(dtype).removeprefix('torch.')} gradients of size {size:g}"
@@ -469,9 +464,8 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
     >>> counts_hold_ten_million_steps(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     _, last_state = history(tx, params, steps)[-1]
-    counters = _counters(
-        tx.init(params), last_state, len(steps)
-    )  # the numbers of the leaves that count
+    # The numbers of the leaves that count.
+    counters = _counters(tx.init(params), last_state, len(steps))
     # The state as after ten million steps, without taking them.
     late_state = map_some(_as_after_a_long_run, counters, copied_tree(last_state))
     _, next_state = tx.run(steps[-1], late_state, params)

@@ -109,9 +109,8 @@ def require_apart(
     allowed_objects = tree.ids(may_be)
     input_names = names_by_storage(inputs)
     for name, leaf in _tensors(outputs):
-        storage = (
-            leaf.untyped_storage().data_ptr()
-        )  # the address of its memory, equal for all views of it
+        # The address of its memory, equal for all views of it.
+        storage = leaf.untyped_storage().data_ptr()
         if storage in input_names and id(leaf) not in allowed_objects:
             input_name = input_names[storage][0]
             raise Breach(
@@ -191,9 +190,8 @@ def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree])
     >>> import muonfx as mfx
     >>> update_remembers_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    other_steps = scaled(
-        list(reversed(steps)), -2
-    )  # so that no state has the values of the first run
+    # So that no state has the values of the first run.
+    other_steps = scaled(list(reversed(steps)), -2)
     expected = copied_tree(history(tx, params, steps))
     other_expected = copied_tree(history(tx, params, other_steps))
     state = tx.init(params)

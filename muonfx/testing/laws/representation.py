@@ -77,12 +77,8 @@ def strides_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -
     """
     expected = history(tx, params, steps)
     tolerance = tolerance_of(tx, expected, params)
-    for (
-        how,
-        store,
-    ) in (
-        STORED.items()
-    ):  # the name of a layout in memory, and a function that copies a tensor into it
+    # The name of a layout in memory, and a function that copies a tensor into it.
+    for how, store in STORED.items():
         histories = {
             "parameters are": history(tx, _mapped(store, params), steps),
             "gradients are": history(tx, params, _mapped(store, steps)),

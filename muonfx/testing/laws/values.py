@@ -34,10 +34,8 @@ def names_within(tx: Transform) -> dict[str, Any]:
             value_of_name[value.factory.__name__] = value.factory
         elif inspect.isfunction(value) or inspect.isclass(value):
             value_of_name[value.__qualname__] = value
-        elif type(value).__module__ not in (
-            "builtins",
-            "torch",
-        ):  # whose values print without a name, as numbers do
+        elif type(value).__module__ not in ("builtins", "torch"):
+            # Whose values print without a name, as numbers do.
             value_of_name[type(value).__name__] = type(value)
     return value_of_name
 
@@ -101,10 +99,8 @@ def _pickled(tx: Transform) -> bytes:
     """Return a pickled transform. Raise `Breach` (a failed law) with advice if a part of it cannot be pickled."""
     try:
         return pickle.dumps(tx)
-    except (
-        pickle.PicklingError,
-        AttributeError,
-    ) as error:  # AttributeError before Python 3.14, for local functions
+    except (pickle.PicklingError, AttributeError) as error:
+        # AttributeError before Python 3.14, for local functions.
         advice = (
             "define its functions at the top level of a module, or leave this law out with skip="
         )

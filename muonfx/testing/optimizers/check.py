@@ -48,10 +48,8 @@ class OptimizerReport(Shown):
     def report(self) -> Report:
         """Return the table that is printed for this value: a row for each law, with its result and a sentence."""
         rows: list[tuple[str, str, str]] = []
-        for (
-            name,
-            law,
-        ) in OPTIMIZER_LAWS.items():  # in this order; laws that were not selected have no row
+        # In this order; laws that were not selected have no row.
+        for name, law in OPTIMIZER_LAWS.items():
             if name in self.failures:
                 rows.append((name, "does not hold", self.failures[name]))
             elif name in self.left_out:

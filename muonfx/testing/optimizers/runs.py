@@ -69,9 +69,8 @@ def seeded(model_class: Callable[[], nn.Module] = TinyModel) -> nn.Module:
     """Return a new model with the same values at each call, whatever the order of its layers is."""
     model = model_class()
     for name, param in model.named_parameters():
-        generator = torch.Generator().manual_seed(
-            _seed_of(name, 0)
-        )  # one for all would depend on the order
+        # One for all would depend on the order.
+        generator = torch.Generator().manual_seed(_seed_of(name, 0))
         with torch.no_grad():
             param.copy_(torch.randn(param.shape, generator=generator) / 4)
     return model
@@ -227,9 +226,8 @@ def require_close(
         # Each step rounds the parameter, which may be large compared with its update. Such differences do not count.
         rounding = 4 * torch.finfo(expected_value.dtype).eps * float(expected_value.double().norm())
         is_close = difference <= tolerance * size + rounding
-        if not is_close or not math.isfinite(
-            difference
-        ):  # if the expected update is infinite, all others are close
+        # If the expected update is infinite, all others are close.
+        if not is_close or not math.isfinite(difference):
             text = f"the update of {name} differs by {difference:.1e}, expected at most {tolerance:.0e} of its norm"
             raise Breach(what, f"{text}, {size:.1e}")
 

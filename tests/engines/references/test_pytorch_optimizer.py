@@ -71,9 +71,8 @@ def test_scion(norm: str, constrained: bool):
         constrained=constrained,
         labels=labels,
     )
-    assert_equal(
-        tx, lambda params: theirs.SCION(params, lr=RATE, momentum=1 - BETA, **more), 1e-6
-    )  # eps is 1e-8
+    # Eps is 1e-8.
+    assert_equal(tx, lambda params: theirs.SCION(params, lr=RATE, momentum=1 - BETA, **more), 1e-6)
 
 
 def test_adamuon():

@@ -140,9 +140,8 @@ def cells_of(name: str) -> list[str]:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_the_same_transform(name: str) -> None:
     require_equal(*ROWS[name])
-    assert (
-        cells_of(name)[1] != "–" or name == "centralize"
-    )  # the row of this one names an example on a page
+    # The row of this one names an example on a page.
+    assert cells_of(name)[1] != "–" or name == "centralize"
 
 
 def require_equal(tx: mfx.Transform, reference: Any) -> None:
