@@ -18,45 +18,24 @@ class TorchMuon:
     """
 
     def __init__(
-        self,
-        labels: Mapping[str, Any],
-        hidden: Schedule,
-        rest: Schedule,
-        *,
-        weight_decay: float,
-        max_norm: float,
+        self, labels: Mapping[str, Any], hidden: Schedule, rest: Schedule, *, weight_decay: float, max_norm: float
     ) -> None:
-        self.labels, self.schedules, self.weight_decay, self.max_norm = (
-            labels,
-            (hidden, rest),
-            weight_decay,
-            max_norm,
-        )
+        self.labels, self.schedules, self.weight_decay, self.max_norm = labels, (hidden, rest), weight_decay, max_norm
 
     def init(self, params: dict[str, Tensor]) -> dict[str, Any]:
         """Build the optimizers on these tensors and return their state, which ``update`` modifies in place."""
         matrices = [param for name, param in params.items() if self.labels[name] == "hidden"]
         others = [param for name, param in params.items() if self.labels[name] == "rest"]
         tables, vectors = [p for p in others if p.ndim >= 2], [p for p in others if p.ndim < 2]
-        muon = torch.optim.Muon(
-            matrices, weight_decay=self.weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
+        muon = torch.optim.Muon(matrices, weight_decay=self.weight_decay, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW(
-            [
-                {"params": tables, "weight_decay": self.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
+            [{"params": tables, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             betas=(0.9, 0.95),
         )
         self.optimizers = (muon, adamw)
         self._make_state(params)
-        state = {
-            id(p): dict(s) for optimizer in self.optimizers for p, s in optimizer.state.items()
-        }
-        return {
-            "count": torch.tensor(0),
-            "leaves": {name: state[id(param)] for name, param in params.items()},
-        }
+        state = {id(p): dict(s) for optimizer in self.optimizers for p, s in optimizer.state.items()}
+        return {"count": torch.tensor(0), "leaves": {name: state[id(param)] for name, param in params.items()}}
 
     def _make_state(self, params: dict[str, Tensor]) -> None:
         """Create the optimizers' states, which ``torch.optim`` otherwise creates at the first step, by a step of 0."""
@@ -71,12 +50,7 @@ class TorchMuon:
                     slot.zero_()
 
     def update(
-        self,
-        grads: dict[str, Tensor],
-        state: dict[str, Any],
-        params: dict[str, Tensor],
-        *,
-        donate: bool,
+        self, grads: dict[str, Tensor], state: dict[str, Any], params: dict[str, Tensor], *, donate: bool
     ) -> tuple[dict[str, None], dict[str, Any]]:
         """Take one step in place."""
         for name, param in params.items():

@@ -91,10 +91,7 @@ def micro_batches_of(step: int, part: int, parts: int) -> list[tuple[Tensor, Ten
     """Return the micro-batches in one part of the batch of a step: symbols, and the symbol that follows each."""
     generator = torch.Generator().manual_seed(step)
     symbols = torch.randint(SYMBOLS, (BATCH,), generator=generator).chunk(parts)[part]
-    return [
-        (micro_batch, (5 * micro_batch + 3) % SYMBOLS)
-        for micro_batch in symbols.chunk(MICRO_BATCHES)
-    ]
+    return [(micro_batch, (5 * micro_batch + 3) % SYMBOLS) for micro_batch in symbols.chunk(MICRO_BATCHES)]
 
 
 def backward(model: Model, micro_batches: list[tuple[Tensor, Tensor]], device: str) -> Tensor:
@@ -124,10 +121,7 @@ def print_step(optimizer: mfx.TransformOptimizer, done: int, loss: float) -> Non
         norm = float(mfx.metrics(optimizer)["grad/norm"])
         rate = optimizer.param_groups[0]["lr"]
         skipped = int(optimizer.transform_state.in_a_row)
-        print(
-            f"step {done}: loss {loss:.4f}, norm {norm:.3f}, rate {rate:.4f}, skipped in a row {skipped}",
-            flush=True,
-        )
+        print(f"step {done}: loss {loss:.4f}, norm {norm:.3f}, rate {rate:.4f}, skipped in a row {skipped}", flush=True)
 
 
 def train(folder: Path, steps: int) -> list[float]:
@@ -139,9 +133,7 @@ def train(folder: Path, steps: int) -> list[float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     processes = dist.get_world_size()
     tensor_parallel = 2 if processes % 2 == 0 else 1
-    mesh = init_device_mesh(
-        device, (processes // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp")
-    )
+    mesh = init_device_mesh(device, (processes // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
 
     torch.manual_seed(0)  # all processes begin with the same weights
     model = Model().to(device)
@@ -170,26 +162,19 @@ def train(folder: Path, steps: int) -> list[float]:
         optimizer.zero_grad()
         if done % SAVE_EVERY == 0 or done == steps:
             path = mfx.checkpoint.step_path(folder, done)
-            mfx.checkpoint.save(
-                path, optimizer, params=params, scheduler=scheduler, step=done, keep=2
-            )
+            mfx.checkpoint.save(path, optimizer, params=params, scheduler=scheduler, step=done, keep=2)
     return means_over(data_parallel, losses)
 
 
 def main() -> None:
     """Read the command line, and train on the processes that torchrun has started."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--steps", type=int, default=20, help="steps of the whole run (default: 20)"
-    )
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/fsdp2-tp"), help="folder of the checkpoints"
-    )
+    parser.add_argument("--steps", type=int, default=20, help="steps of the whole run (default: 20)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/fsdp2-tp"), help="folder of the checkpoints")
     arguments = parser.parse_args()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # With gloo, the host does not wait for the GPU in a step.
-        dist.init_process_group("cpu:gloo,cuda:nccl")
+        dist.init_process_group("cpu:gloo,cuda:nccl")  # with gloo, the host does not wait for the GPU in a step
     else:
         dist.init_process_group("gloo")
     train(arguments.folder, arguments.steps)

@@ -35,9 +35,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         angles = torch.outer(torch.arange(context), 1000.0 ** -torch.linspace(0, 1, HEAD // 2))
-        self.register_buffer(
-            "rotation", torch.stack([angles.cos(), angles.sin()]), persistent=False
-        )
+        self.register_buffer("rotation", torch.stack([angles.cos(), angles.sin()]), persistent=False)
         self.reset(torch.Generator().manual_seed(seed))
 
     def reset(self, generator: torch.Generator) -> None:
@@ -47,9 +45,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(weight)
             elif weight.ndim == 2:
                 nn.init.normal_(
-                    weight,
-                    std=1.0 if name == "embed.weight" else weight.shape[1] ** -0.5,
-                    generator=generator,
+                    weight, std=1.0 if name == "embed.weight" else weight.shape[1] ** -0.5, generator=generator
                 )
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
@@ -90,8 +86,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         """Map (batch, time, width) to the same shape."""
         query, key, value = (
-            layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
+            layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
         mixed = self.attend(rotate(query, rotation), rotate(key, rotation), value)
         return self.out(mixed.transpose(1, 2).flatten(-2))
@@ -123,19 +118,12 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    logits_of: Callable[[Tensor], Tensor],
-    context: int,
-    seed: int,
-    *,
-    prompt: str = "\ndef ",
-    length: int = 400,
+    logits_of: Callable[[Tensor], Tensor], context: int, seed: int, *, prompt: str = "\ndef ", length: int = 400
 ) -> str:
     """Sample a continuation of a prompt, byte by byte, at temperature 0.7."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt.encode())])
     for _ in range(length):
         logits = logits_of(text[:, -context:])[:, -1].float()
-        text = torch.cat(
-            [text, torch.multinomial((logits / 0.7).softmax(-1), 1, generator=generator)], dim=1
-        )
+        text = torch.cat([text, torch.multinomial((logits / 0.7).softmax(-1), 1, generator=generator)], dim=1)
     return bytes(text[0].tolist()).decode(errors="replace").strip("\n")

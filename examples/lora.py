@@ -63,9 +63,7 @@ def add_lora(model: GPT, rank: int) -> None:
 
 def make_optimizer(name: str, rate: float, steps: int) -> mfx.Transform:
     """Return one optimizer for all factors; the rest of the model is frozen, so no labels are needed."""
-    schedule = mfx.warmup_cosine_decay_schedule(
-        rate, warmup_steps=max(1, steps // 20), total_steps=steps
-    )
+    schedule = mfx.warmup_cosine_decay_schedule(rate, warmup_steps=max(1, steps // 20), total_steps=steps)
     # "auto" would time this CPU; with fp32 the results are the same on every machine up to rounding.
     # "auto" would time this CPU; with fp32 the results are the same on every machine up to rounding.
     fp32 = mfx.orthogonalize(dtype=torch.float32)
@@ -88,19 +86,13 @@ def windows(text: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def train(
-    model: GPT, tx: mfx.Transform, text: Tensor, val_batch: tuple[Tensor, Tensor], steps: int
-) -> list[float]:
+def train(model: GPT, tx: mfx.Transform, text: Tensor, val_batch: tuple[Tensor, Tensor], steps: int) -> list[float]:
     """Train the parameters that require a gradient; return the validation loss at 0, 10, ..., 100 % of the steps."""
-    params = {
-        name: param.detach() for name, param in model.named_parameters() if param.requires_grad
-    }
+    params = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
 
     def loss_of(params: Params, inputs: Tensor, targets: Tensor) -> Tensor:
         # functional_call uses the model's own tensors for the frozen weights, which are not in params.
-        return F.cross_entropy(
-            functional_call(model, params, (inputs,)).flatten(0, 1), targets.flatten()
-        )
+        return F.cross_entropy(functional_call(model, params, (inputs,)).flatten(0, 1), targets.flatten())
 
     state, losses = tx.init(params), [loss_of(params, *val_batch).item()]
     for step in range(1, steps + 1):
@@ -118,9 +110,7 @@ def texts() -> tuple[Tensor, Tensor, Tensor]:
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     source = b"".join(file.read_bytes() for file in files)
     manual = "\n".join(topics[name] for name in sorted(topics)).encode()
-    code, prose = (
-        torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (source, manual)
-    )
+    code, prose = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (source, manual))
     cut = len(prose) * 9 // 10
     return code, prose[:cut], prose[cut:]
 
@@ -129,13 +119,9 @@ def pretrained(code: Tensor, steps: int, width: int) -> tuple[dict[str, Tensor],
     """Train a GPT on the source; return its weights and the arguments of its constructor."""
     shape = {"width": width, "depth": 2, "context": CONTEXT, "seed": 0}
     model = GPT(**shape)
-    schedule = mfx.warmup_cosine_decay_schedule(
-        0.01, warmup_steps=max(1, steps // 20), total_steps=steps
-    )
+    schedule = mfx.warmup_cosine_decay_schedule(0.01, warmup_steps=max(1, steps // 20), total_steps=steps)
     tx = mfx.muon_with_adamw(
-        schedule,
-        labels=mfx.default_labels(model),
-        orthogonalize=mfx.orthogonalize(dtype=torch.float32),
+        schedule, labels=mfx.default_labels(model), orthogonalize=mfx.orthogonalize(dtype=torch.float32)
     )
     torch.manual_seed(0)
     train(model, tx, code, windows(code, BATCH), steps)
@@ -163,11 +149,7 @@ def tune(
 
 
 def main(
-    seeds: int = 3,
-    pretraining: int = 400,
-    steps: int = 200,
-    width: int = 64,
-    plot: Path | None = None,
+    seeds: int = 3, pretraining: int = 400, steps: int = 200, width: int = 64, plot: Path | None = None
 ) -> dict[str, list[list[float]]]:
     code, prose, held_out = texts()
     base = pretrained(code, pretraining, width)
@@ -184,9 +166,7 @@ def main(
             flush=True,
         )
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    print(
-        f"trained: {trained:,} of {sum(param.numel() for param in model.parameters()):,} parameters"
-    )
+    print(f"trained: {trained:,} of {sum(param.numel() for param in model.parameters()):,} parameters")
     if plot is not None:
         draw(runs, steps, plot)
         print(f"plot: {plot}")
@@ -222,9 +202,7 @@ def try_rates(pretraining: int = 400, steps: int = 200, width: int = 64) -> None
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the result: .svg or .png")

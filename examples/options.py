@@ -37,12 +37,7 @@ STATE_DTYPES = {
 }
 
 # Peak learning rates of the hidden matrices and of all other parameters, from a grid search (see README.md).
-TUNED = {
-    "muon": (0.01, 0.06),
-    "adamw": (0.005, 0.06),
-    "normuon": (0.01, 0.06),
-    "torch-muon": (0.01, 0.06),
-}
+TUNED = {"muon": (0.01, 0.06), "adamw": (0.005, 0.06), "normuon": (0.01, 0.06), "torch-muon": (0.01, 0.06)}
 RANK = int(os.environ.get("RANK", "0"))  # set by torchrun
 COMPARED = ("muon", "adamw")  # the default of --optimizer
 
@@ -71,15 +66,7 @@ class Config:
 
 
 DEFAULT = Config()
-QUICK = {
-    "steps": 40,
-    "batch": 8,
-    "context": 64,
-    "width": 64,
-    "depth": 2,
-    "validate_every": 10,
-    "validation_batches": 4,
-}
+QUICK = {"steps": 40, "batch": 8, "context": 64, "width": 64, "depth": 2, "validate_every": 10, "validation_batches": 4}
 
 
 def tuned(config: Config, optimizer: str) -> Config:
@@ -96,42 +83,26 @@ def parse(arguments: list[str] | None) -> tuple[Config, Corpus, Path, Path, argp
     parser = _parser()
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
-    given = {
-        name: value for name, value in vars(options).items() if name in DEFAULT.__dataclass_fields__
-    }
-    names = list(
-        dict.fromkeys(
-            given.pop("optimizer", ("muon",) if options.shard or options.offload else COMPARED)
-        )
-    )
+    given = {name: value for name, value in vars(options).items() if name in DEFAULT.__dataclass_fields__}
+    names = list(dict.fromkeys(given.pop("optimizer", ("muon",) if options.shard or options.offload else COMPARED)))
     if "state_dtype" in given and "torch-muon" in names:
-        parser.error(
-            "--state-dtype: torch-muon always uses the dtype of the parameters: leave out --state-dtype"
-        )
+        parser.error("--state-dtype: torch-muon always uses the dtype of the parameters: leave out --state-dtype")
     _check_shard(parser, options, names, words)
     if options.offload and (len(names) > 1 or "torch-muon" in names):
-        parser.error(
-            "--offload requires exactly one optimizer of muonfx: choose --optimizer muon, adamw or normuon"
-        )
+        parser.error("--offload requires exactly one optimizer of muonfx: choose --optimizer muon, adamw or normuon")
     if given.get("width", HEAD) % HEAD:
-        parser.error(
-            f"--width: found {given['width']}, expected a multiple of {HEAD}, the width of an attention head"
-        )
+        parser.error(f"--width: found {given['width']}, expected a multiple of {HEAD}, the width of an attention head")
 
     name = f"{'quick' if options.quick else 'gpt'}-{options.shard or '-'.join(names)}"
     out = getattr(options, "out", Path("runs") / name)
     kept = getattr(options, "checkpoint", out / CHECKPOINTS)
     if options.resume and not any(checkpoint.checkpoints(kept / name) for name in names):
-        config = _resumed(
-            parser, kept, given | ({"optimizer": " ".join(names)} if "optimizer" in options else {})
-        )
+        config = _resumed(parser, kept, given | ({"optimizer": " ".join(names)} if "optimizer" in options else {}))
         names = [config.optimizer]
     else:
         if len(names) > 1 and (clash := sorted(given.keys() & {"lr", "rest_lr"})):
             found = " and ".join(map(_flag, clash))
-            parser.error(
-                f"{found}: found {len(names)} optimizers, expected one: choose it, as with --optimizer muon"
-            )
+            parser.error(f"{found}: found {len(names)} optimizers, expected one: choose it, as with --optimizer muon")
         changes: dict[str, Any] = (QUICK if options.quick else {}) | given
         config = dataclasses.replace(tuned(DEFAULT, names[0]), threads=cores(), **changes)
     options.optimizer = names
@@ -168,14 +139,10 @@ def check_sizes(config: Config, corpus: Corpus, processes: int, shard: str | Non
     """
     most = min(len(corpus.train), len(corpus.validation)) - 2
     if config.context > most:
-        raise ValueError(
-            f"--context: found {config.context}, expected at most {most}, the length of the shorter text"
-        )
+        raise ValueError(f"--context: found {config.context}, expected at most {most}, the length of the shorter text")
     if shard is not None:
         heads = config.width // HEAD
-        sharded.check_processes(
-            shard, processes, heads=heads, batch=config.batch, context=config.context
-        )
+        sharded.check_processes(shard, processes, heads=heads, batch=config.batch, context=config.context)
     need, have = bytes_needed(config), machine_memory()
     if need > have:
         raise ValueError(
@@ -198,13 +165,8 @@ def bytes_needed(config: Config) -> int:
 
 def machine_memory() -> int:
     """Return the bytes of memory of this machine, or the limit of this container."""
-    have = (
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if hasattr(os, "sysconf")
-        else 2**62
-    )
-    # No container, or a container without a limit ("max")
-    with contextlib.suppress(OSError, ValueError):
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**62
+    with contextlib.suppress(OSError, ValueError):  # no container, or a container without a limit ("max")
         have = min(have, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return have
 
@@ -219,17 +181,12 @@ class Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     about = "Train a small byte-level GPT with Muon on the source of Python's standard library."
-    parser = Parser(
-        prog=Path(sys.argv[0]).name, description=about, argument_default=argparse.SUPPRESS
-    )
+    parser = Parser(prog=Path(sys.argv[0]).name, description=about, argument_default=argparse.SUPPRESS)
 
     def add(name: str, kind: Any, what: str, **more: Any) -> None:
         default = getattr(DEFAULT, name.strip("-").replace("-", "_"), None)
         parser.add_argument(
-            name,
-            type=kind,
-            help=what + ("" if default in (None, "") else f"; default: {default}"),
-            **more,
+            name, type=kind, help=what + ("" if default in (None, "") else f"; default: {default}"), **more
         )
 
     def switch(name: str, what: str) -> None:
@@ -244,48 +201,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     switch("--quick", "train a tiny model for a few seconds, to check the installation")
     tune = {"type": _positive(float), "metavar": "RATE"}
+    parser.add_argument("--lr", help="peak learning rate of the hidden matrices; default: tuned", **tune)
+    parser.add_argument("--rest-lr", help="peak learning rate of all other parameters; default: tuned", **tune)
     parser.add_argument(
-        "--lr", help="peak learning rate of the hidden matrices; default: tuned", **tune
-    )
-    parser.add_argument(
-        "--rest-lr", help="peak learning rate of all other parameters; default: tuned", **tune
-    )
-    parser.add_argument(
-        "--shard",
-        choices=list(STRATEGIES),
-        default=None,
-        help="sharding strategy for the processes of torchrun",
+        "--shard", choices=list(STRATEGIES), default=None, help="sharding strategy for the processes of torchrun"
     )
     parser.add_argument(
-        "--offload",
-        choices=["cpu", "disk"],
-        default=None,
-        help="keep the optimizer state in host memory or on disk",
+        "--offload", choices=["cpu", "disk"], default=None, help="keep the optimizer state in host memory or on disk"
     )
-    add(
-        "--dtype",
-        str,
-        "dtype of the parameters; bf16 keeps fp32 master weights",
-        choices=list(DTYPES),
-    )
-    add(
-        "--state-dtype",
-        str,
-        "dtype of momentum and moments, not for torch-muon",
-        choices=list(STATE_DTYPES),
-    )
+    add("--dtype", str, "dtype of the parameters; bf16 keeps fp32 master weights", choices=list(DTYPES))
+    add("--state-dtype", str, "dtype of momentum and moments, not for torch-muon", choices=list(STATE_DTYPES))
     add("--steps", _positive(int), "number of training steps")
     add("--batch", _positive(int), "sequences per step")
     add("--context", _positive(int), "bytes per sequence")
     add("--width", _positive(int), f"width of the model, a multiple of {HEAD}")
     add("--depth", _positive(int), "number of blocks")
     add("--seed", _seed, "seed of the weights, the batches and the sample")
-    add(
-        "--text",
-        str,
-        "train on the .py, .txt and .md files of this folder instead",
-        metavar="FOLDER",
-    )
+    add("--text", str, "train on the .py, .txt and .md files of this folder instead", metavar="FOLDER")
     add("--out", Path, "output folder; default: runs/gpt-<optimizers>", metavar="FOLDER")
     add(
         "--checkpoint",
@@ -300,10 +232,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="STEPS",
         help="save every N steps; default: %(default)s",
     )
-    switch(
-        "--resume",
-        "continue from the newest checkpoint; the result is bitwise that of a run without a stop",
-    )
+    switch("--resume", "continue from the newest checkpoint; the result is bitwise that of a run without a stop")
     return parser
 
 
@@ -322,9 +251,7 @@ def _resumed(parser: argparse.ArgumentParser, kept: Path, given: dict[str, Any])
     for name, value in given.items():
         if value != getattr(config, name):
             flag = _flag(name)
-            fail(
-                f"found {flag} {value}, expected {getattr(config, name)} as in {kept}: leave out {flag}"
-            )
+            fail(f"found {flag} {value}, expected {getattr(config, name)} as in {kept}: leave out {flag}")
     return config
 
 
@@ -333,18 +260,12 @@ def _check_shard(
 ) -> None:
     if options.shard is None:
         if "RANK" in os.environ:
-            parser.error(
-                "without --shard, all processes of torchrun would train the same model: choose a --shard"
-            )
+            parser.error("without --shard, all processes of torchrun would train the same model: choose a --shard")
         return
     if "RANK" not in os.environ:
-        parser.error(
-            f"--shard needs several processes, for example {command_line(words, processes=2)}"
-        )
+        parser.error(f"--shard needs several processes, for example {command_line(words, processes=2)}")
     if len(names) > 1 or "torch-muon" in names:
-        parser.error(
-            "--shard requires exactly one optimizer of muonfx: choose --optimizer muon, adamw or normuon"
-        )
+        parser.error("--shard requires exactly one optimizer of muonfx: choose --optimizer muon, adamw or normuon")
 
 
 def _positive(kind: type[int] | type[float]) -> Any:
@@ -366,9 +287,7 @@ def _positive(kind: type[int] | type[float]) -> Any:
 def _seed(text: str) -> int:
     """Parse a seed in the range that torch accepts."""
     if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(
-            f"expected a whole number from 0 to 2**63 - 1, found {text!r}"
-        )
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2**63 - 1, found {text!r}")
     return int(text)
 
 
@@ -387,15 +306,9 @@ def command_line(words: Sequence[str], *, processes: int = 1) -> str:
         return f"{make} {shlex.quote('ARGS=' + arguments)}"
     found = shutil.which("python")
     # Compare the folders, not the targets of links: a virtual environment's python links to the base interpreter.
-    same = (
-        found
-        and Path(found).parent == Path(sys.executable).parent
-        and os.path.samefile(found, sys.executable)
-    )
+    same = found and Path(found).parent == Path(sys.executable).parent and os.path.samefile(found, sys.executable)
     python = "python" if same else _shown(sys.executable)
-    launcher = (
-        ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
-    )
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
     return shlex.join([python, *launcher, sys.argv[0], *words])
 
 

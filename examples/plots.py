@@ -16,15 +16,8 @@ from matplotlib.axes import Axes
 import muonfx as mfx
 from muonfx.sharding import Plan
 
-COLORS = dict(
-    zip(("muon", "adamw", "torch-muon", "normuon"), mfx.plot.COLORS.values(), strict=False)
-)
-NAMES = {
-    "muon": "muonfx Muon",
-    "adamw": "muonfx AdamW",
-    "torch-muon": "torch.optim.Muon",
-    "normuon": "muonfx NorMuon",
-}
+COLORS = dict(zip(("muon", "adamw", "torch-muon", "normuon"), mfx.plot.COLORS.values(), strict=False))
+NAMES = {"muon": "muonfx Muon", "adamw": "muonfx AdamW", "torch-muon": "torch.optim.Muon", "normuon": "muonfx NorMuon"}
 INK = mfx.plot.COLORS["gray"]
 
 
@@ -48,19 +41,14 @@ def plot_run(metrics: Mapping[str, Any], path: Path) -> None:
     ends = [(smoothed(losses)[-1], "training,\nsmoothed", color)] if losses else []
     if validation:
         xs, ys = [point["step"] for point in validation], [point["loss"] for point in validation]
-        axes.plot(
-            xs, ys, color=INK, linewidth=1.0, marker="o", markersize=4.5, markerfacecolor="none"
-        )
+        axes.plot(xs, ys, color=INK, linewidth=1.0, marker="o", markersize=4.5, markerfacecolor="none")
         ends.append((ys[-1], f"validation\n{ys[-1]:.3f}", INK))
-    final = (
-        f"final validation loss {validation[-1]['loss']:.3f}" if validation else "no validation yet"
-    )
+    final = f"final validation loss {validation[-1]['loss']:.3f}" if validation else "no validation yet"
     parameters = f"{metrics['parameters'] / 1e6:.2f} M parameters"
     axes.set_title(f"{NAMES[config['optimizer']]}, {parameters}: {final}", fontsize=10.5)
     _dress(axes, "step")
     if len(losses) > 100:
-        # Cut off the first steps, where the loss starts at log 256.
-        axes.set_ylim(min(losses) - 0.1, 3.2)
+        axes.set_ylim(min(losses) - 0.1, 3.2)  # cut off the first steps, where the loss starts at log 256
     _label_ends(axes, len(losses), ends)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -72,18 +60,10 @@ def plot_comparison(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.2), sharey=True)
     for name, metrics in runs.items():
         losses, validation, color = metrics["train_losses"], metrics["validation"], COLORS[name]
-        left.plot(
-            range(1, len(losses) + 1), smoothed(losses), color=color, linewidth=1.0, alpha=0.35
-        )
+        left.plot(range(1, len(losses) + 1), smoothed(losses), color=color, linewidth=1.0, alpha=0.35)
         ys = [point["loss"] for point in validation]
         label = f"{NAMES[name]}  {ys[-1]:.3f}" if ys else NAMES[name]
-        marks = {
-            "color": color,
-            "linewidth": 1.8,
-            "marker": "o",
-            "markersize": 4,
-            "markerfacecolor": "none",
-        }
+        marks = {"color": color, "linewidth": 1.8, "marker": "o", "markersize": 4, "markerfacecolor": "none"}
         left.plot([point["step"] for point in validation], ys, **marks)
         right.plot([point["seconds"] for point in validation], ys, label=label, **marks)
     _dress(left, "step")
@@ -93,9 +73,7 @@ def plot_comparison(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     right.set_ylabel("")
     left.set_title("equal steps (faint: training loss, smoothed)", fontsize=10)
     right.set_title("the same, by time", fontsize=10)
-    legend = right.legend(
-        fontsize=9, title="validation loss at the end", title_fontsize=9, loc="upper right"
-    )
+    legend = right.legend(fontsize=9, title="validation loss at the end", title_fontsize=9, loc="upper right")
     for text, name in zip(legend.get_texts(), runs, strict=True):
         text.set_color(COLORS[name])
     figure.savefig(path, dpi=110)
@@ -114,12 +92,7 @@ def _label_ends(axes: Axes, x: float, ends: Sequence[tuple[float, str, str]]) ->
     """Write the names to the right of the ends of the curves, shifted apart."""
     for rank, (y, text, color) in enumerate(sorted(ends)):
         shift = 0 if len(ends) == 1 else (-10, 10)[rank]
-        put = {
-            "xytext": (9, shift),
-            "textcoords": "offset points",
-            "va": "center",
-            "annotation_clip": False,
-        }
+        put = {"xytext": (9, shift), "textcoords": "offset points", "va": "center", "annotation_clip": False}
         axes.annotate(text, (x, y), color=color, fontsize=9, linespacing=0.95, **put)
 
 

@@ -68,9 +68,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(own: Tensor, dim: int) -> Tensor:
         """Gather the tensors."""
-        parts = [
-            torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(size())
-        ]
+        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(size())]
         dist.all_gather(parts, own.contiguous())
         return torch.cat(parts, dim)
 

@@ -36,14 +36,7 @@ class Reference:
         shard: the sharding strategy of the run. If it is None, there is nothing to compare.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        corpus: Corpus,
-        tx: mfx.Transform,
-        path: Path | None,
-        shard: str | None,
-    ) -> None:
+    def __init__(self, config: Config, corpus: Corpus, tx: mfx.Transform, path: Path | None, shard: str | None) -> None:
         self.shard = shard
         self.begin = len(read_metrics(path)["train_losses"]) if path else 0
         self.losses: list[float] = []
@@ -52,13 +45,9 @@ class Reference:
             dist.broadcast_object_list(losses)  # the other ranks wait here
             self.losses = losses[0]
 
-    def _losses(
-        self, config: Config, corpus: Corpus, tx: mfx.Transform, path: Path | None
-    ) -> list[float]:
+    def _losses(self, config: Config, corpus: Corpus, tx: mfx.Transform, path: Path | None) -> list[float]:
         steps = range(self.begin, min(config.steps, self.begin + STEPS))
-        model = GPT(
-            width=config.width, depth=config.depth, context=config.context, seed=config.seed
-        )
+        model = GPT(width=config.width, depth=config.depth, context=config.context, seed=config.seed)
         strategy = OneProcess(model, DTYPES[config.dtype])
         params, state = strategy.params, tx.init(strategy.params)
         if path is not None:
@@ -81,9 +70,7 @@ class Reference:
         print(f"\n{'step':>6}{name:>22}{'one process':>16}{'difference':>14}")
         for place in sorted({round(row * (len(both) - 1) / (ROWS - 1)) for row in range(ROWS)}):
             sharded, single = both[place]
-            print(
-                f"{self.begin + place + 1:>6}{sharded:>22.6f}{single:>16.6f}{sharded - single:>14.1e}"
-            )
+            print(f"{self.begin + place + 1:>6}{sharded:>22.6f}{single:>16.6f}{sharded - single:>14.1e}")
         most = max(abs(sharded - single) for sharded, single in both)
         print(f"the largest difference in {len(both)} steps is {most:.1e}", flush=True)
 
@@ -91,11 +78,7 @@ class Reference:
         """Return the entries for metrics.json."""
         if self.shard is None:
             return {}
-        return {
-            "shard": self.shard,
-            "processes": size(),
-            "one_process": {"begin": self.begin, "losses": self.losses},
-        }
+        return {"shard": self.shard, "processes": size(), "one_process": {"begin": self.begin, "losses": self.losses}}
 
 
 def describe(strategy: OneProcess, tx: mfx.Transform, state: Any, picture: Path) -> None:

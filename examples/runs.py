@@ -41,9 +41,7 @@ class Run:
     parameters: int
     train_losses: list[float] = field(default_factory=list)
     validation: list[dict[str, float]] = field(default_factory=list)
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys((*TRAINING, "validation", "wall"), 0.0)
-    )
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*TRAINING, "validation", "wall"), 0.0))
     _seen: float = field(default_factory=time.perf_counter)
 
     @property
@@ -70,9 +68,7 @@ class Run:
 
     def add_validation(self, loss: float) -> None:
         """Record a validation loss with the current step and training seconds."""
-        self.validation.append(
-            {"step": self.step, "loss": loss, "seconds": round(self.training_seconds, 3)}
-        )
+        self.validation.append({"step": self.step, "loss": loss, "seconds": round(self.training_seconds, 3)})
 
     def metrics(self) -> dict[str, Any]:
         """Return all measurements, for metrics.json."""
@@ -82,11 +78,7 @@ class Run:
         shares = self.training_seconds or 1.0
         return {
             "config": dataclasses.asdict(self.config),
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "muonfx": mfx.__version__,
-            },
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "muonfx": mfx.__version__},
             "text": {
                 "digest": self.corpus.digest,
                 "train_bytes": len(self.corpus.train),
@@ -134,23 +126,14 @@ class Run:
                 "resume it with the same --text or Python version"
             )
         fill(path, tx, params, state)
-        self.train_losses, self.validation, self.seconds = (
-            past["train_losses"],
-            past["validation"],
-            past["seconds"],
-        )
+        self.train_losses, self.validation, self.seconds = past["train_losses"], past["validation"], past["seconds"]
 
 
 def fill(path: Path, tx: Any, params: Any, state: Any) -> None:
     """Overwrite parameters and state in place with the values of a checkpoint."""
     own = tx if isinstance(tx, mfx.Transform) else None
-    saved = (
-        checkpoint.load_params(path, like=params, tx=own),
-        checkpoint.load(path, like=state, tx=own),
-    )
-    mfx.tree.map(
-        lambda fresh, old: fresh if fresh is None else fresh.copy_(old), (params, state), saved
-    )
+    saved = (checkpoint.load_params(path, like=params, tx=own), checkpoint.load(path, like=state, tx=own))
+    mfx.tree.map(lambda fresh, old: fresh if fresh is None else fresh.copy_(old), (params, state), saved)
 
 
 def newest(folder: Path) -> Path:
@@ -208,20 +191,11 @@ def progress_bar(run: Run) -> Iterator[Callable[[float], None]]:
     """Show a progress bar. Yield a function that advances it by a step and takes the learning rate of that step."""
     name = f"{run.config.optimizer:<10}"
     with tqdm(
-        total=run.config.steps,
-        initial=run.step,
-        desc=name,
-        unit="step",
-        dynamic_ncols=True,
-        disable=rank() > 0,
+        total=run.config.steps, initial=run.step, desc=name, unit="step", dynamic_ncols=True, disable=rank() > 0
     ) as bar:
 
         def show(lr: float) -> None:
-            parts = [
-                f"loss {run.train_losses[-1]:.3f}",
-                f"lr {lr:.1e}",
-                f"{run.tokens_per_second / 1e3:.1f}k tok/s",
-            ]
+            parts = [f"loss {run.train_losses[-1]:.3f}", f"lr {lr:.1e}", f"{run.tokens_per_second / 1e3:.1f}k tok/s"]
             parts += [f"val {run.validation[-1]['loss']:.3f}"] if run.validation else []
             bar.set_postfix_str(", ".join(parts), refresh=False)
             bar.update()
@@ -233,9 +207,7 @@ def cores(most: int = 4) -> int:
     """Return the number of threads: OMP_NUM_THREADS if set, else the available cores, at most ``most``."""
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
-    usable = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:  # the CPU quota of a container; more threads would only wait for each other
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         usable = min(usable, max(1, round(int(quota) / int(period))))

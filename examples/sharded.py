@@ -46,9 +46,7 @@ class OneProcess:
 
     def __init__(self, model: GPT, dtype: torch.dtype) -> None:
         self.model = model
-        self.params: Params = {
-            name: p.detach().to(dtype, copy=True) for name, p in model.named_parameters()
-        }
+        self.params: Params = {name: p.detach().to(dtype, copy=True) for name, p in model.named_parameters()}
 
     def optimizer(self, tx: Any, offload: str | None = None) -> Any:
         """Return the optimizer for this process's shards, with its state optionally on the "cpu" or in a folder."""
@@ -154,15 +152,11 @@ class Zero2(Replicated):
     def call(self, part: str, params: Params, *inputs: Tensor) -> Tensor:
         """Gather the parameters of a submodule and run it. The backward pass of the gather is a reduce-scatter."""
         module = self.model.get_submodule(part)
-        shards = {
-            f"{part}.{name}": params[f"{part}.{name}"] for name, _ in module.named_parameters()
-        }
+        shards = {f"{part}.{name}": params[f"{part}.{name}"] for name, _ in module.named_parameters()}
 
         def run(*inputs: Tensor) -> Tensor:
             gathered = self.layout.all_gather(shards)
-            return functional_call(
-                module, {name.removeprefix(f"{part}."): p for name, p in gathered.items()}, inputs
-            )
+            return functional_call(module, {name.removeprefix(f"{part}."): p for name, p in gathered.items()}, inputs)
 
         return checkpoint(run, *inputs, use_reentrant=False) if self.recompute else run(*inputs)
 
@@ -170,9 +164,7 @@ class Zero2(Replicated):
         """Return the gradient and the loss of a whole batch."""
         leaves = {name: shard.detach().requires_grad_() for name, shard in params.items()}
         loss = self.own_loss(leaves, inputs, targets)
-        return dict(
-            zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)
-        ), self.mean(loss)
+        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)), self.mean(loss)
 
 
 class Zero3(Zero2):
@@ -192,8 +184,7 @@ class FSDP2(OneProcess):
         self.model = model.to(dtype)
         self.shard(model)
         self.layout: sharding.Layout = sharding.from_dtensors(dict(model.named_parameters()))
-        # Views of the model's parameters.
-        self.params = {name: p.detach() for name, p in model.named_parameters()}
+        self.params = {name: p.detach() for name, p in model.named_parameters()}  # views of the model's parameters
 
     def shard(self, model: GPT) -> None:
         """Replace the model's parameters with DTensors."""
@@ -238,9 +229,7 @@ class TensorParallel(FSDP2):
 
     def shard(self, model: GPT) -> None:
         """Replace the model's parameters with DTensors."""
-        first = dict.fromkeys(
-            ["attention.query", "attention.key", "attention.value", "mlp.up"], ColwiseParallel()
-        )
+        first = dict.fromkeys(["attention.query", "attention.key", "attention.value", "mlp.up"], ColwiseParallel())
         second = dict.fromkeys(["attention.out", "mlp.down"], RowwiseParallel())
         for block in model.blocks:
             parallelize_module(block, init_device_mesh("cpu", (size(),)), first | second)
@@ -294,17 +283,11 @@ def check_processes(shard: str, processes: int, *, heads: int, batch: int, conte
         ValueError: the number does not divide the dim that the strategy shards, or ``hsdp`` cannot form two groups.
     """
     if shard == "hsdp" and (processes < 4 or processes % 2):
-        raise ValueError(
-            f"--shard hsdp: found {processes} processes, expected an even number of at least 4"
-        )
+        raise ValueError(f"--shard hsdp: found {processes} processes, expected an even number of at least 4")
     if shard == "tp":
         if heads % processes:
-            raise ValueError(
-                f"--shard tp: found {processes} processes, expected a divisor of the {heads} heads"
-            )
+            raise ValueError(f"--shard tp: found {processes} processes, expected a divisor of the {heads} heads")
         return
     option, found = ("--context", context) if shard == "cp" else ("--batch", batch)
     if found % processes:
-        raise ValueError(
-            f"{option}: found {found}, expected a multiple of {processes}, the number of processes"
-        )
+        raise ValueError(f"{option}: found {found}, expected a multiple of {processes}, the number of processes")

@@ -41,17 +41,10 @@ def bytes_of_state(config: options.Config) -> dict[str, float]:
     named = list(zip(mfx.tree.names(state), mfx.tree.leaves(state), strict=True))
 
     def ratio(names: list[str]) -> float:
-        held = sum(
-            leaf.nbytes
-            for path, leaf in named
-            if path.endswith(tuple(f".{name}" for name in names))
-        )
+        held = sum(leaf.nbytes for path, leaf in named if path.endswith(tuple(f".{name}" for name in names)))
         return held / sum(params[name].numel() for name in names)
 
-    return {
-        "all": ratio(list(params)),
-        "large leaves": ratio([n for n, p in params.items() if p.numel() >= 4096]),
-    }
+    return {"all": ratio(list(params)), "large leaves": ratio([n for n, p in params.items() if p.numel() >= 4096])}
 
 
 def main() -> None:
@@ -66,22 +59,13 @@ def main() -> None:
     options.STATE_DTYPES.update(FURTHER)
     result = RESULTS / ("state_dtypes_full.json" if given.full else "state_dtypes.json")
     size = {} if given.full else options.QUICK
-    changes = {
-        **size,
-        "steps": given.steps,
-        "validate_every": given.steps,
-        "validation_batches": 16,
-        "threads": 1,
-    }
+    changes = {**size, "steps": given.steps, "validate_every": given.steps, "validation_batches": 16, "threads": 1}
     base = dataclasses.replace(options.DEFAULT, **changes)
     found: dict[str, Any] = {"versions": {"torch": torch.__version__, "muonfx": mfx.__version__}}
     for optimizer in given.optimizers:
         for dtype in given.dtypes:
             config = dataclasses.replace(options.tuned(base, optimizer), state_dtype=dtype)
-            losses = [
-                trained(dataclasses.replace(config, seed=seed), given.out)
-                for seed in range(given.seeds)
-            ]
+            losses = [trained(dataclasses.replace(config, seed=seed), given.out) for seed in range(given.seeds)]
             found[f"{optimizer}, {dtype}"] = {
                 "bytes_per_parameter": bytes_of_state(config),
                 "final_validation_losses": losses,
@@ -108,9 +92,7 @@ def table(found: dict[str, Any]) -> str:
             continue
         losses = row["final_validation_losses"]
         exact = found[f"{name.split(', ')[0]}, fp32"]["final_validation_losses"]
-        differences = ", ".join(
-            f"{loss - other:+.4f}" for loss, other in zip(losses, exact, strict=True)
-        )
+        differences = ", ".join(f"{loss - other:+.4f}" for loss, other in zip(losses, exact, strict=True))
         lines.append(
             f"| {name} | {row['bytes_per_parameter']['all']:.2f} | {statistics.mean(losses):.4f} | {differences} |"
         )

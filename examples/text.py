@@ -19,16 +19,7 @@ from torch import Tensor
 
 # Tests, data in source files (code pages, help texts), other packages, and modules that some installations lack.
 EXCLUDED = {
-    *(
-        "test",
-        "tests",
-        "idlelib",
-        "lib2to3",
-        "turtledemo",
-        "encodings",
-        "pydoc_data",
-        "__pycache__",
-    ),
+    *("test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data", "__pycache__"),
     *("site-packages", "dist-packages", "lib-dynload", "ensurepip", "distutils", "tkinter"),
     *("sitecustomize.py", "usercustomize.py"),
 }
@@ -58,20 +49,13 @@ class Corpus(NamedTuple):
     def batch(self, seed: int, step: int, size: int, context: int) -> tuple[Tensor, Tensor]:
         """Return random inputs and targets (size, context) int64 that depend on the seed and the step alone."""
         draw = random.Random(f"{seed}:{step}")
-        return _windows(
-            self.train, [draw.randrange(len(self.train) - context) for _ in range(size)], context
-        )
+        return _windows(self.train, [draw.randrange(len(self.train) - context) for _ in range(size)], context)
 
-    def validation_batches(
-        self, count: int, size: int, context: int
-    ) -> list[tuple[Tensor, Tensor]]:
+    def validation_batches(self, count: int, size: int, context: int) -> list[tuple[Tensor, Tensor]]:
         """Return the validation batches, the same for every run: windows spread evenly over the validation text."""
         stride = (len(self.validation) - context - 1) / (count * size)
         starts = [int(stride * place) for place in range(count * size)]
-        return [
-            _windows(self.validation, starts[i : i + size], context)
-            for i in range(0, len(starts), size)
-        ]
+        return [_windows(self.validation, starts[i : i + size], context) for i in range(0, len(starts), size)]
 
     def __str__(self) -> str:
         return (
@@ -107,19 +91,13 @@ def read_corpus(folder: Path | None = None) -> Corpus:
         texts[split] += text
         digest.update(f"{relative}\0{len(text)}\0".encode() + text)
     if min(len(text) for text in texts.values()) < MINIMUM:
-        whose = (
-            "the folder given with --text"
-            if folder
-            else "this Python's standard library (is it in a zip file?)"
-        )
+        whose = "the folder given with --text" if folder else "this Python's standard library (is it in a zip file?)"
         raise NoText(
             f"{whose} has too little text: found {len(texts[False])} bytes in {len(files[False])} files for training "
             f"and {len(texts[True])} in {len(files[True])} for validation, expected at least {MINIMUM} each: "
             "choose another folder of .py, .txt or .md files with --text FOLDER"
         )
-    train, validation = (
-        torch.frombuffer(texts[split], dtype=torch.uint8) for split in (False, True)
-    )
+    train, validation = (torch.frombuffer(texts[split], dtype=torch.uint8) for split in (False, True))
     return Corpus(train, validation, files[False], files[True], digest.hexdigest()[:16])
 
 
@@ -128,9 +106,7 @@ def _found(root: Path, suffixes: tuple[str, ...]) -> list[str]:
     found: list[str] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not _excluded(name)]
-        chosen = [
-            Path(folder, name) for name in files if name.endswith(suffixes) and not _excluded(name)
-        ]
+        chosen = [Path(folder, name) for name in files if name.endswith(suffixes) and not _excluded(name)]
         found += [path.relative_to(root).as_posix() for path in chosen if path.is_file()]
     return sorted(found)
 

@@ -77,32 +77,18 @@ def make_optimizer(config: Config, labels: mfx.Labels) -> mfx.Transform | TorchM
     """Return a chain of clipping, Muon for hidden matrices and AdamW for the rest, weight decay and learning rates."""
     hidden_rate, rest_rate = schedule(config, config.lr), schedule(config, config.rest_lr)
     if config.optimizer == "torch-muon":
-        return TorchMuon(
-            labels,
-            hidden_rate,
-            rest_rate,
-            weight_decay=config.weight_decay,
-            max_norm=config.max_norm,
-        )
+        return TorchMuon(labels, hidden_rate, rest_rate, weight_decay=config.weight_decay, max_norm=config.max_norm)
 
     average, first, second = STATE_DTYPES[config.state_dtype]
     adam = mfx.scale_by_adam(0.9, 0.95, mu_dtype=first, nu_dtype=second)
     # "auto" depends on the machine, and a resumed run must keep the dtype of its matrix products.
-    muon = [
-        mfx.momentum(0.95, nesterov=True, dtype=average),
-        mfx.orthogonalize(dtype=torch.float32),
-    ]
+    muon = [mfx.momentum(0.95, nesterov=True, dtype=average), mfx.orthogonalize(dtype=torch.float32)]
     hidden = {
         "muon": mfx.chain(*muon, mfx.scale_by_shape("match_rms_adamw")),
-        "normuon": mfx.chain(
-            *muon, mfx.normalize_neurons(0.95), mfx.scale_by_shape("match_rms_adamw")
-        ),
+        "normuon": mfx.chain(*muon, mfx.normalize_neurons(0.95), mfx.scale_by_shape("match_rms_adamw")),
         "adamw": adam,
     }
-    rates = {
-        "hidden": mfx.scale_by_learning_rate(hidden_rate),
-        "rest": mfx.scale_by_learning_rate(rest_rate),
-    }
+    rates = {"hidden": mfx.scale_by_learning_rate(hidden_rate), "rest": mfx.scale_by_learning_rate(rest_rate)}
     tx = mfx.chain(
         mfx.clip_by_global_norm(config.max_norm),
         mfx.partition({"hidden": hidden[config.optimizer], "rest": adam}, labels),
@@ -115,9 +101,7 @@ def make_optimizer(config: Config, labels: mfx.Labels) -> mfx.Transform | TorchM
 def schedule(config: Config, peak: float) -> mfx.Schedule:
     """Return a schedule with warmup over a twentieth of the steps, then ``peak``, and decay over the second half."""
     warmup = max(1, config.steps // 20)
-    return mfx.warmup_stable_decay_schedule(
-        peak, warmup, config.steps // 2, config.steps, start=peak / warmup
-    )
+    return mfx.warmup_stable_decay_schedule(peak, warmup, config.steps // 2, config.steps, start=peak / warmup)
 
 
 def train(
@@ -141,11 +125,7 @@ def train(
     labels = mfx.default_labels(model, muon="hidden", other="rest")
     announce(config, corpus, labels, model)
     reference = Reference(
-        config,
-        corpus,
-        make_optimizer(config, labels),
-        newest(checkpoints) if resume else None,
-        shard,
+        config, corpus, make_optimizer(config, labels), newest(checkpoints) if resume else None, shard
     )
 
     strategy = (OneProcess if shard is None else STRATEGIES[shard])(model, DTYPES[config.dtype])
@@ -163,10 +143,7 @@ def train(
             last, stop = run.step == config.steps, any_rank(pressed())
             if last or run.step % config.validate_every == 0:
                 with run.timing("validation"):
-                    run.add_validation(
-                        sum(strategy.loss(params, *batch) for batch in val_batches)
-                        / len(val_batches)
-                    )
+                    run.add_validation(sum(strategy.loss(params, *batch) for batch in val_batches) / len(val_batches))
             if last or stop or run.step % save_every == 0:
                 run.save(checkpoints, tx, params, state)
             show(schedule(config, config.lr)(run.step - 1))
@@ -182,20 +159,11 @@ def sample(config: Config, params: dict[str, Tensor]) -> str:
     if rank() > 0:
         return ""
     model = GPT(width=config.width, depth=config.depth, context=config.context, seed=config.seed)
-    return generate(
-        lambda text: functional_call(model, params, (text,)), config.context, config.seed
-    )
+    return generate(lambda text: functional_call(model, params, (text,)), config.context, config.seed)
 
 
 def compare(
-    names: list[str],
-    config: Config,
-    corpus: Corpus,
-    out: Path,
-    checkpoints: Path,
-    *,
-    resume: bool,
-    save_every: int,
+    names: list[str], config: Config, corpus: Corpus, out: Path, checkpoints: Path, *, resume: bool, save_every: int
 ) -> bool:
     """Train the model with each optimizer, from the same weights on the same batches; return False if stopped early."""
     runs: dict[str, dict[str, Any]] = {}
@@ -203,16 +171,12 @@ def compare(
         own = out / name
         own.mkdir(parents=True, exist_ok=True)
         again = resume and bool(mfx.checkpoint.checkpoints(checkpoints / name))
-        runs[name] = train(
-            tuned(config, name), corpus, checkpoints / name, resume=again, save_every=save_every
-        )
+        runs[name] = train(tuned(config, name), corpus, checkpoints / name, resume=again, save_every=save_every)
         if not finish(runs[name], own, checkpoints / name):
             return False
     write_json(out / "comparison.json", runs)
     plot_comparison(runs, out / "comparison.png")
-    print(
-        f"\n{'optimizer':<18}{'lr':>8}{'rest lr':>9}{'val loss':>10}{'seconds':>9}{'optimizer':>11}{'tokens/s':>10}"
-    )
+    print(f"\n{'optimizer':<18}{'lr':>8}{'rest lr':>9}{'val loss':>10}{'seconds':>9}{'optimizer':>11}{'tokens/s':>10}")
     for name, run in runs.items():
         seconds = run["seconds"]["forward and backward"] + run["seconds"]["optimizer"]
         print(
@@ -231,15 +195,8 @@ def announce(config: Config, corpus: Corpus, labels: mfx.Labels, model: GPT) -> 
         return
     print(f"{NAMES[config.optimizer]}, seed {config.seed}, {config.threads} threads: {corpus}\n")
     rows, totals = str(mfx.describe(labels, model)).split("\n\n")
-    shown = [
-        row
-        for row in rows.splitlines()
-        if not row.startswith("blocks.") or row.startswith("blocks.0.")
-    ]
-    print(
-        "\n".join([*shown, f"... and the same in each of {config.depth} blocks", "", totals, ""]),
-        flush=True,
-    )
+    shown = [row for row in rows.splitlines() if not row.startswith("blocks.") or row.startswith("blocks.0.")]
+    print("\n".join([*shown, f"... and the same in each of {config.depth} blocks", "", totals, ""]), flush=True)
 
 
 def finish(metrics: dict[str, Any], out: Path, checkpoints: Path) -> bool:
@@ -247,11 +204,7 @@ def finish(metrics: dict[str, Any], out: Path, checkpoints: Path) -> bool:
     complete = metrics["steps_done"] == metrics["config"]["steps"]
     if rank() > 0:
         return complete
-    files = {
-        "plot": out / "loss.png",
-        "metrics": out / "metrics.json",
-        "sample": out / "sample.txt",
-    }
+    files = {"plot": out / "loss.png", "metrics": out / "metrics.json", "sample": out / "sample.txt"}
     write_json(files["metrics"], metrics)
     write_text(files["sample"], metrics["sample"] + "\n")
     plot_run(metrics, files["plot"])
@@ -279,14 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
                 compare(options.optimizer, config, corpus, out, checkpoints, **run)
                 if len(options.optimizer) > 1
                 else finish(
-                    train(
-                        config,
-                        corpus,
-                        checkpoints,
-                        shard=options.shard,
-                        offload=options.offload,
-                        **run,
-                    ),
+                    train(config, corpus, checkpoints, shard=options.shard, offload=options.offload, **run),
                     out,
                     checkpoints,
                 )
@@ -298,11 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\nstopped", file=sys.stderr)
         return 130
     if not complete and RANK == 0:
-        again = [
-            word
-            for word in (sys.argv[1:] if arguments is None else arguments)
-            if word != "--resume"
-        ]
+        again = [word for word in (sys.argv[1:] if arguments is None else arguments) if word != "--resume"]
         count = int(os.environ["WORLD_SIZE"]) if options.shard else 1
         print(f"\nstopped; to continue: {command_line([*again, '--resume'], processes=count)}")
     return 0 if complete else 130

@@ -42,15 +42,11 @@ def make_model() -> nn.Module:
 
 def make_optimizer(name: str, model: nn.Module, rate: float, steps: int) -> mfx.Transform:
     """Return an optimizer. Muon treats a kernel (out, in, height, width) as a matrix with ``out`` rows."""
-    schedule = mfx.warmup_cosine_decay_schedule(
-        rate, warmup_steps=max(1, steps // 20), total_steps=steps
-    )
+    schedule = mfx.warmup_cosine_decay_schedule(rate, warmup_steps=max(1, steps // 20), total_steps=steps)
     if name == "Muon":
         # "auto" would time this CPU; with fp32 the results are the same on every machine up to rounding.
         return mfx.muon_with_adamw(
-            schedule,
-            labels=mfx.default_labels(model),
-            orthogonalize=mfx.orthogonalize(dtype=torch.float32),
+            schedule, labels=mfx.default_labels(model), orthogonalize=mfx.orthogonalize(dtype=torch.float32)
         )
     return mfx.adamw(schedule, b2=0.95, weight_decay=0.1, mask=mfx.routing.ndim(min=2))
 
@@ -61,10 +57,7 @@ def split(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     labels = torch.tensor(digits, dtype=torch.int64)
-    return (images[order[:-500]], labels[order[:-500]]), (
-        images[order[-500:]],
-        labels[order[-500:]],
-    )
+    return (images[order[:-500]], labels[order[:-500]]), (images[order[-500:]], labels[order[-500:]])
 
 
 def train(name: str, rate: float, seed: int, epochs: int) -> list[tuple[float, float]]:
@@ -92,9 +85,7 @@ def train(name: str, rate: float, seed: int, epochs: int) -> list[tuple[float, f
     return results
 
 
-def main(
-    seeds: int = 3, epochs: int = 10, plot: Path | None = None
-) -> dict[str, list[list[tuple[float, float]]]]:
+def main(seeds: int = 3, epochs: int = 10, plot: Path | None = None) -> dict[str, list[list[tuple[float, float]]]]:
     model = make_model()
     print(mfx.describe(model), "\n")
     runs: dict[str, list[list[tuple[float, float]]]] = {}
@@ -133,9 +124,7 @@ def draw(runs: dict[str, list[list[tuple[float, float]]]], path: Path) -> None:
                 for curve in curves:
                     ax.plot(epochs, curve, color=colors[name], alpha=0.25, linewidth=1)
                 mean = [statistics.mean(values) for values in zip(*curves, strict=True)]
-                ax.plot(
-                    epochs, mean, color=colors[name], label=f"{name}, {mean[-1]:.2g} at the end"
-                )
+                ax.plot(epochs, mean, color=colors[name], label=f"{name}, {mean[-1]:.2g} at the end")
             ax.set(xlabel="epoch", yscale="log", title=title)
             ax.legend()
         figure.savefig(path)
@@ -145,19 +134,12 @@ def draw(runs: dict[str, list[list[tuple[float, float]]]], path: Path) -> None:
 def try_rates(epochs: int) -> None:
     for name in RATES:
         for rate in TRIED:
-            losses, errors = zip(
-                *(train(name, rate, seed, epochs)[-1] for seed in (100, 101, 102)), strict=True
-            )
-            print(
-                f"{name:<6} {rate:<7g} {spread(losses, '{:.3f}')}, wrong {spread(errors, '{:.1%}')}",
-                flush=True,
-            )
+            losses, errors = zip(*(train(name, rate, seed, epochs)[-1] for seed in (100, 101, 102)), strict=True)
+            print(f"{name:<6} {rate:<7g} {spread(losses, '{:.3f}')}, wrong {spread(errors, '{:.1%}')}", flush=True)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the result: .svg or .png")

@@ -67,7 +67,8 @@ def test_a_placed_transform_has_the_numbers_and_the_state_of_the_original(
     tx: mfx.Transform, example: kit.Example
 ):
     result = placed(tx, example.params, Where(bucket_bytes=64))
-    assert hyperparams(result) == hyperparams(tx)
+    # In their order. A chain in groups has other names, such as "0.momentum.decay", which nothing reads.
+    assert [*hyperparams(result).values()] == [*hyperparams(tx).values()]
     assert tree.paths(result.functions.init(example.params)) == tree.paths(tx.init(example.params))
 
 

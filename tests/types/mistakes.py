@@ -33,8 +33,7 @@ def planted(model: nn.Module, params: dict[str, Tensor], updates: dict[str, Tens
     mfx.momentum().updat(updates, None)  # wrong: reportAttributeAccessIssue, attr-defined
     mfx.momentum().update(updates)  # wrong: reportCallIssue, call-arg
     mfx.apply_updates(params, updates, donate="yes")  # wrong: reportArgumentType, arg-type
-    # Wrong: reportAssignmentType, arg-type.
-    listed: list[Tensor] = mfx.apply_updates(params, updates)
+    xs: list[Tensor] = mfx.apply_updates(params, updates)  # wrong: reportAssignmentType, arg-type
     mfx.warmup_cosine_decay_schedule(1e-2, 5.5, 20)  # wrong: reportArgumentType, arg-type
     mfx.linear_schedule(0.1, 0.0, 10)("3")  # wrong: reportCallIssue, call-overload
     mfx.Muon(model, lr="1e-3")  # wrong: reportArgumentType, arg-type
@@ -44,7 +43,7 @@ def planted(model: nn.Module, params: dict[str, Tensor], updates: dict[str, Tens
     mfx.sharding.sharded(mfx.momentum(), params)  # wrong: reportArgumentType, arg-type
     sign(momentun=0.9)  # wrong: reportCallIssue, call-arg
     halved("2")  # wrong: reportArgumentType, arg-type
-    print(listed, torch.ones(1))
+    print(xs, torch.ones(1))
 
 
 @mfx.transform  # wrong: reportArgumentType, arg-type
