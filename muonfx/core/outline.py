@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from muonfx.core.argument_texts import same
-from muonfx.core.value import part_names, parts_within
+from muonfx.core.value import part_names, take_parts
 from muonfx.internal.display import Report, Row, Table
 
 _LONGEST = 40
@@ -63,7 +63,9 @@ def _shown_arguments(tx: Any) -> Iterator[str]:
     """
     for name, parameter in tx.factory.definition.parameters.items():
         value = tx.arguments[name]
-        if any(map(_is_transform, parts_within(value))):
+        parts: list[object] = []
+        take_parts(value, parts)
+        if any(map(_is_transform, parts)):
             continue
         # Numbers are always shown; a flag or a dtype is shown if it was changed.
         if isinstance(value, float | Tensor) or not same(value, parameter.default):

@@ -282,37 +282,25 @@ _CONTAINERS = (tuple, list, dict)
 """The types of arguments in which transforms and tensors are parts."""
 
 
-def parts_within(argument: object) -> list[object]:
-    """Return the tensors, transforms and schedules in an argument, in order.
-
-    >>> parts_within({"b": [torch.tensor(0.2)], "a": 0.1})
-    [tensor(0.2000)]
-    """
-    if isinstance(argument, (Recorded, Tensor)):
-        return [argument]
-    if type(argument) not in _CONTAINERS:
-        return []
-    parts: list[object] = []
-    for _, item in _items(argument):
-        parts += parts_within(item)
-    return parts
-
-
-def _with_blanks(argument: Any) -> object:
-    """Return an argument with a blank in place of each tensor, transform and schedule in it, as in `parts_within`.
+def take_parts(argument: Any, parts: list[Any]) -> object:
+    """Append the tensors, transforms and schedules in an argument to a list. Return the argument with blanks for them.
 
     A float in a container stays, because only a float that is itself an argument is a number that can be changed.
 
-    >>> _with_blanks({"a": torch.tensor(0.1), "b": 0.2})  # a blank prints as *
-    {'a': *, 'b': 0.2}
+    >>> parts = [0.9]
+    >>> take_parts({"b": [torch.tensor(0.2), True], "a": 0.1}, parts)  # a blank prints as *
+    {'b': [*, True], 'a': 0.1}
+    >>> parts
+    [0.9, tensor(0.2000)]
     """
     if isinstance(argument, (Recorded, Tensor)):
+        parts.append(argument)
         return _BLANK
     kind: Any = type(argument)
     if kind is dict:
-        return {key: _with_blanks(item) for key, item in _items(argument)}
+        return {key: take_parts(item, parts) for key, item in _items(argument)}
     if kind in (tuple, list):
-        return kind(map(_with_blanks, argument))
+        return kind([take_parts(item, parts) for item in argument])
     return argument
 
 
@@ -337,7 +325,7 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
 
 
 def _filled(template: Any, parts: Iterator[object]) -> Any:
-    """Return a template with the next of ``parts``, in order, in place of each blank. It undoes `_with_blanks`.
+    """Return a template with the next of ``parts``, in order, in place of each blank. It undoes `take_parts`.
 
     >>> _filled(
     ...     {"decay": _BLANK, "nesterov": True, "betas": (_BLANK, _BLANK)}, iter([0.9, 0.8, 0.7])
@@ -464,8 +452,7 @@ class Recorded:
                 template[name] = _BLANK
                 parts.append(argument)
             else:
-                template[name] = _with_blanks(argument)
-                parts += parts_within(argument)
+                template[name] = take_parts(argument, parts)
         return cls._from(Structure(cls, factory, template), parts)
 
     @classmethod
