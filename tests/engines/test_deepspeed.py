@@ -256,6 +256,23 @@ def test_what_is_trained_may_not_change_after_construction(
     )
 
 
+@pytest.mark.parametrize("steps", [0, 1])  # before the first step, and after it
+def test_a_number_out_of_range_in_the_last_group_is_refused_before_the_first_group_steps(
+    steps: int,
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    labels = mfx.routing.default_labels(model)
+    made = _stepped(model, mfx.muon_with_adamw(0.1, labels=labels), steps)
+    before = copy.deepcopy(model.state_dict())
+    assert len(made.param_groups) > 1
+    made.param_groups[-1]["lr"] = -1.0
+    with pytest.raises(ValueError, match=r"'lr' in a group must be at least 0, found -1.0"):
+        made.step()
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    made.param_groups[-1]["lr"] = 0.1
+    made.step()
+
+
 def _stepped(model: nn.Module, tx: mfx.Transform, steps: int = 1) -> ours.ZeroOptimizer:
     made = ours.optimizer(model, tx)
     for _ in range(steps):

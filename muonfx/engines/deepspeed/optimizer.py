@@ -40,7 +40,13 @@ from muonfx.engines.deepspeed.parallel import (
     whole_shape_of,
 )
 from muonfx.engines.deepspeed.rates import GroupRates
-from muonfx.optimizer.group_numbers import Group, GroupNumbers, TrackedGroup
+from muonfx.optimizer.group_numbers import (
+    Group,
+    GroupNumbers,
+    Numbers,
+    TrackedGroup,
+    require_in_range,
+)
 from muonfx.optimizer.param_groups import defaults_for_schedulers
 from muonfx.optimizer.resuming import differences, entries_of_code, entries_to_load, numbers_warning
 from muonfx.optimizer.saved_chains import VisitedTransform, chain_warning, record_of_group
@@ -61,7 +67,8 @@ class ZeroOptimizer(Optimizer):
     Raises:
         ValueError: at the first step, if DeepSpeed's mapping of a parameter to a flat tensor is missing or wrong, as
             with ``round_robin_gradients``; the message names the parameter. At any step, if a parameter was frozen,
-            unfrozen, added or removed after the optimizer was made, or if a scheduler has given all groups one rate.
+            unfrozen, added or removed after the optimizer was made, if a scheduler has given all groups one rate, or if
+            a number of a group is out of range.
         RuntimeError: an engine has replaced this optimizer by another one, which steps on its groups.
 
     Example:
@@ -108,6 +115,8 @@ class ZeroOptimizer(Optimizer):
         # 3. Attributes that a step changes.
         self._rates = GroupRates(self.param_groups)
         """Raises if a scheduler writes the same learning rate into all groups."""
+        self._accepted_numbers: dict[tuple[str, ...], Numbers] = {}
+        """The numbers of each group at the last step, which are in range, by the names of the group's parameters."""
         self._flat_optimizers: dict[Tensor, FlatOptimizer] = {}
         """The optimizer of each flat tensor, by this tensor; at stage 0, of each group, by its first tensor."""
         self._has_stepped = False
@@ -184,7 +193,7 @@ class ZeroOptimizer(Optimizer):
         with raising_on_all_ranks("a step", waiting_group):
             self._require_same_trained()
             for group in (*self._all_groups, *self.param_groups):
-                self._numbers_of(group).read(group)
+                self._require_numbers_in_range(group)
             self._rates.check(self._all_groups)
         # 2. The flat optimizers of this call. The ranks create all of them together, before the checks of 3., which may
         # raise on one rank.
@@ -198,6 +207,16 @@ class ZeroOptimizer(Optimizer):
             written_params = self._params_written_since_last_step(optimizer.flat)
             self._warn_if_overwritten(optimizer.flat, written_params)
         return group_of_optimizer
+
+    def _require_numbers_in_range(self, group: Group) -> None:
+        """Raise ValueError if a number of a group was changed to one out of range, such as a negative "lr"."""
+        names = tuple(group["param_names"])
+        reader = self._numbers_of(group)
+        numbers = reader.read(group)
+        if numbers is self._accepted_numbers.get(names):  # unchanged since the last step
+            return
+        require_in_range(self.tx, reader.hyperparams, numbers, hyperparams(self.tx))
+        self._accepted_numbers[names] = numbers
 
     def _facts_of_step(self, group_of_optimizer: Mapping[FlatOptimizer, Group]) -> Facts:
         """Return what must be equal on all ranks that step the same parameters, by the subject of an error.
