@@ -116,7 +116,7 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         for process in self._processes:
             if error[0] is not None:
-                # a process that waits for another rank does not notice the end of its input
+                # A process that waits for another rank does not notice the end of its input.
                 process.kill()
             assert process.stdin is not None
             with suppress(BrokenPipeError):

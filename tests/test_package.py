@@ -43,7 +43,7 @@ def test_links_of_the_readme_are_absolute_and_lead_to_files_that_exist(metadata:
     for link in links:
         path = link.removeprefix(BLOB).removeprefix(RAW).partition("#")[0]
         assert path.startswith("http") or (ROOT / path).exists(), f"{link}: there is no {path}"
-    # a page about a file, as `blob` shows, is not the file
+    # A page about a file, as `blob` shows, is not the file.
     pictures = re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", text)
     assert pictures
     assert all(picture.startswith(RAW) for picture in pictures)

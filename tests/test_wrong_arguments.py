@@ -339,7 +339,7 @@ def test_updates_and_compiled_steps_do_not_warn_of_patterns():
     with pytest.warns(UserWarning, match="matches none"):
         state = tx.init(PARAMS)
     tx.update(PARAMS, state, PARAMS)
-    # a test that raised while compiling leaves `Transform.update` marked as not to be compiled
+    # A test that raised while compiling leaves `Transform.update` marked as not to be compiled.
     torch._dynamo.reset()
     torch.compile(tx.update, fullgraph=True, backend="eager")(PARAMS, state, PARAMS)
 

@@ -140,7 +140,7 @@ class Setting:
             placed += [
                 ((i + 0.5) / kind.repeats, alike[i % self.mesh.ep]) for i in range(kind.repeats)
             ]
-        # a stable sort keeps the order of kinds within a layer
+        # A stable sort keeps the order of kinds within a layer.
         placed.sort(key=lambda entry: entry[0])
         return {f"{place:08d} {own.kind.name}": own for place, (_, own) in enumerate(placed)}
 

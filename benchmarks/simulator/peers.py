@@ -277,7 +277,7 @@ class Work:
 
     def add(self, ranks: int | range, shape: tuple[int, ...], times: int = 1) -> None:
         """Add this number of matrices of a shape to each of the ranks."""
-        # a ledger has an entry for every rank, so it is created once per shape
+        # A ledger has an entry for every rank, so it is created once per shape.
         if shape not in self._by_shape:
             self._by_shape[shape] = Ledger(self._ranks)
         self._by_shape[shape].add(ranks, times)

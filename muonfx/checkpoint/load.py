@@ -400,7 +400,7 @@ def load_checkpoint(path: StrPath, request: LoadRequest, group: ProcessGroup | N
         ranks = Together(group, path, f"the load of {path}")  # without a group, one process
         if group is not None:
             wait_for_save()  # a save in the background may use the same group
-        # a rank that does not call `load` is an error here, not an endless wait later
+        # A rank that does not call `load` is an error here, not an endless wait later.
         ranks.meet("checkpoint.load")
         # Attempts 0, 1, 2, ...: a save may replace the checkpoint while it is read.
         return retried(path, lambda attempt: _load_once(path, request, ranks, attempt))
@@ -427,7 +427,7 @@ def _load_once(path: StrPath, request: LoadRequest, ranks: Together, attempt: in
                 index = index_lock.enter_context(inspect_and_keep(folder))
             index = target.translated(index)
             leaves, destinations = target.allocate(index)  # raises if the checkpoint does not fit
-            # a file is missing if a save has replaced the checkpoint
+            # A file is missing if a save has replaced the checkpoint.
             with replacement(folder, index):
                 reader = open_files.enter_context(DataReader(folder, index))
                 transfers = reader.transfers_to(destinations)
@@ -592,7 +592,7 @@ class Target:
                     leaves[name] = self._copy(name, leaf)
                 continue
             stored_name, _, spec = saved[name]
-            # a parameter of a changed run may have more rows now
+            # A parameter of a changed run may have more rows now.
             if tuple(leaf.shape) != spec.shape:
                 leaves[name] = self._copy(name, leaf)
                 destinations[stored_name] = leaves[name][: spec.shape[0]]
@@ -681,12 +681,12 @@ class Target:
 
         For a meta tensor of shape (2, 3) in bfloat16, the result is a (2, 3) tensor in bfloat16 on the CPU.
         """
-        # a part of a tensor on this rank, such as a `FlatShard`
+        # A part of a tensor on this rank, such as a `FlatShard`
         if not isinstance(leaf, Tensor | Spec):
             return leaf.empty_like()
         device = self.request.device
         if device is None:
-            # a spec has no device, and a meta tensor no memory into which values could be read
+            # A spec has no device, and a meta tensor no memory into which values could be read.
             device = "cpu"
             if isinstance(leaf, Tensor) and not leaf.is_meta:
                 device = leaf.device

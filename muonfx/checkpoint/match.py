@@ -538,7 +538,7 @@ class _Comparison:
         "rename={'trace/*': 'trace/model.*'}". If the names do not differ by one prefix, it describes the argument.
         """
         argument = "{name in the checkpoint: name in `like`}"
-        # a caller who renames leaves already has names that one prefix does not explain
+        # A caller who renames leaves already has names that one prefix does not explain.
         if not self.rules.rename:
             renaming = prefix_renaming(extra, missing)
             if renaming:

@@ -42,7 +42,7 @@ def find_sources(expected: Shapes, stored: Shapes) -> Sources:
     stored_states_of = states_by_parameter(stored)
     source_of: dict[str, str] = {}
     transforms: set[str] = set()  # those with parameters
-    # a transform, and the one in the checkpoint from which it has states
+    # A transform, and the one in the checkpoint from which it has states.
     pairs: dict[tuple[str, str], None] = {}
     # The leaves of parameters: all variables of a parameter in a transform, such as "mu" and "nu", go together.
     for parameter, states in states_by_parameter(expected).items():

@@ -152,7 +152,7 @@ class Saver:
         """
         leaves = {name: self._proposed(leaf) for name, leaf in self.request.leaves.items()}
         arguments: dict[str, str] = {}
-        # a single rank compares nothing, and the texts of its arguments may be long
+        # A single rank compares nothing, and the texts of its arguments may be long.
         if self.ranks > 1:
             arguments = self.request.arguments()
         return Proposal(arguments, leaves)
@@ -167,7 +167,7 @@ class Saver:
         # ranks may hold the same leaf on a mesh of their own.
         is_divided_among_all = leaf.divided_among == self.ranks
         may_have_replicas = self.ranks > 1 and not is_divided_among_all
-        # a box is the position of a shard in its tensor
+        # A box is the position of a shard in its tensor.
         checksum_of_box: dict[Box, str | None] = {}
         for box, values in leaf.shards.items():
             checksum_of_box[box] = checksum_of_shard(values) if may_have_replicas else None

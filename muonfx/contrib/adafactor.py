@@ -183,7 +183,7 @@ def _step(
     wide = ew.wide_dtype(leaf.dtype, v.dtype)
     beta = beta.to(wide)
     g = leaf.to(wide).contiguous()  # strides would change the rounding of the means
-    # a 0-d leaf would be promoted to the dtype of a tensor eps
+    # A 0-d leaf would be promoted to the dtype of a tensor eps.
     square = g.square() + ew.scalar_like(eps, g)
     dims = _factored_dims(leaf.shape, min_size)
     if dims is None:  # not factored: as in RMSProp

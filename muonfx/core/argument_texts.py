@@ -178,7 +178,7 @@ def _text_of_code(code: CodeType) -> str:
     """
     constants: list[str] = []
     for constant in code.co_consts:
-        # a function within the lambda is a constant
+        # A function within the lambda is a constant.
         convert = _text_of_code if inspect.iscode(constant) else text_of
         constants.append(convert(constant))
     return f"[{code.co_code.hex()}|{','.join(code.co_names)}|{','.join(constants)}]"

@@ -169,7 +169,7 @@ def _values_in(chain: str) -> dict[ArgumentPath, _Value]:
     >>> list(_values_in("chain(momentum(decay=0.9))"))
     [(), ('.momentum',), ('.momentum', '.decay')]
     """
-    # a name, so that "module.f.<locals>.<lambda>" becomes "module.f._._"
+    # A name, so that "module.f.<locals>.<lambda>" becomes "module.f._._".
     code = _OBJECT.sub("_", chain)
     return _values_at((), ast.parse(code, mode="eval").body)
 

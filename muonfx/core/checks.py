@@ -284,7 +284,7 @@ def _no_tensor(tree_name: str, name: str, leaf: object) -> TypeError:
             "; trees are made of dicts, tuples, lists and NamedTuples: convert it with dict(...)"
         )
     elif dataclasses.is_dataclass(leaf) or type(leaf) in torch_pytree.SUPPORTED_NODES:
-        # a container of the user
+        # A container of the user.
         advice = (
             "; trees are made of dicts, tuples, lists and NamedTuples: register its class with "
             "optree.register_pytree_node(..., namespace=muonfx.tree.NAMESPACE)"

@@ -130,7 +130,7 @@ def _sharing(leaves: Sequence[Any]) -> set[Tensor]:
     # Sparse tensors have no single memory to compare.
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
     plain_tensors = tensors
-    # a DTensor, for example, has its memory in its local tensor
+    # A DTensor, for example, has its memory in its local tensor.
     if not PLAIN.issuperset(map(type, tensors)):
         plain_tensors = list(map(_plain_tensor, tensors))
     shared: set[Tensor] = set()

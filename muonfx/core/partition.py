@@ -208,7 +208,7 @@ class _Chooser:
         >>> _MaskChooser("masked: mask", {})._missing_values(["w"])
         ValueError("masked: mask: found no value for 'w', expected True or False for each parameter: ...")
         """
-        # a mask; labels are made from pairs of a pattern and a label
+        # A mask; labels are made from pairs of a pattern and a label.
         pattern = "muonfx.routing.path('head.*')"
         if bool not in self.kinds:
             pattern = f"muonfx.routing.labels(params, [({pattern}, 'adamw'), ...])"
@@ -265,7 +265,7 @@ class _Chooser:
         try:
             return function(params)
         except (AttributeError, TypeError) as error:
-            # a common mistake is lambda name, param: param.ndim > 1
+            # A common mistake is lambda name, param: param.ndim > 1.
             error.add_note(
                 f"{self.argument}: the function is called once, with the tree of all parameters. For a condition on "
                 "each parameter: muonfx.routing.where(lambda info: info.ndim > 1)"
@@ -351,7 +351,7 @@ def _leaves_by_label(
     """
     if values is None:
         return dict.fromkeys(labels)
-    # a label without leaves keeps {}
+    # A label without leaves keeps {}.
     leaves_of: dict[Any, dict[str, Any]] = {label: {} for label in labels}
     for (name, label), leaf in zip(label_of.items(), tree.leaves(values), strict=True):
         if label in leaves_of:

@@ -319,7 +319,7 @@ class Transform(Recorded):
             # Under `torch.func`, a number is a tensor, whose value cannot be read.
             numbers = [arguments[name] for name in self._schedules]
             floats = [number for number in numbers if isinstance(number, float)]
-            # a rate that grows until a run ends, as in a search for the best one
+            # A rate that grows until a run ends, as in a search for the best one.
             if any(map(math.isinf, floats)):
                 return
             self._check_step(step, arguments)
@@ -554,7 +554,7 @@ class Transform(Recorded):
         """
         # A state may contain copies of numeric arguments, so its shapes depend on theirs.
         number_shapes = tuple(map(_shape_of, self.tensors))
-        # a number with dims may be an error, which must be raised before `init` uses it
+        # A number with dims may be an error, which must be raised before `init` uses it.
         if any(number_shapes):
             check_numbers(self)
         cache: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault(
@@ -623,7 +623,7 @@ class Transform(Recorded):
         """
         names = self.extras.named
         keywords = extras
-        # a name for another transform of the chain would be a TypeError
+        # A name for another transform of the chain would be a TypeError.
         if not self.extras.takes_all:
             keywords = {name: extra for name, extra in extras.items() if name in names}
         # Not with ``**extras`` alone: a function that does not name `donate` may read its inputs after a call.

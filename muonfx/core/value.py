@@ -616,7 +616,7 @@ class Recorded:
                 f"{self.factory.__name__} has no argument {unknown[0]}{hint(unknown[0], arguments)}; it has "
                 f"{', '.join(arguments)}. To change a number of a transform within it, use with_hyperparams"
             )
-        # a new call, which checks the changed arguments
+        # A new call, which checks the changed arguments.
         return self._call(self.factory, {**arguments, **changes})
 
     def __repr__(self) -> str:
@@ -680,7 +680,7 @@ def _unpickled(structure: Structure, parts: Sequence[object]) -> Recorded:
     signature = inspect.Signature(list(parameters.values()))
     # It unpacks the arguments of *args and **kwargs.
     call = inspect.BoundArguments(signature, arguments)
-    # a TypeError for removed arguments
+    # A TypeError for removed arguments.
     return structure.factory(*call.args, **call.kwargs, **removed)
 
 
@@ -847,7 +847,7 @@ def _text_of_argument(argument: object, name_of: Mapping[str, str]) -> str:
         argument = dict(_items(argument))  # the items of a default are not sorted yet
     if type(argument) in _CONTAINERS:  # which may contain transforms
         return text_of(argument, functools.partial(_text_of_argument, name_of=name_of), name_of)
-    # a fixed value, such as "True", or a number, whose text is "*"
+    # A fixed value, such as "True", or a number, whose text is "*".
     return text_of(argument, name_of=name_of)
 
 

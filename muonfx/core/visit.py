@@ -242,7 +242,7 @@ def _calls(tx: Transform, params: PyTree) -> list[_Call]:
     inner_transforms = [(name, part) for name, part in named_parts if isinstance(part, Transform)]
     if not inner_transforms:
         return []
-    # a chain passes all parameters on, and stores the states by name
+    # A chain passes all parameters on, and stores the states by name.
     if tx.declaration.combinator.in_sequence:
         return [_Call(name, inner, params, (name,)) for name, inner in inner_transforms]
     # Any other transform is observed, so that its author need not declare what it does. Its `init` runs once with

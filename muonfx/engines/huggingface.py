@@ -266,7 +266,7 @@ class MuonMixin:
             optimizer_class = self.optimizer_cls_and_kwargs[0]
             argument = "optimizer_cls_and_kwargs"
         else:
-            # a later call has the optimizer of the first
+            # A later call has the optimizer of the first.
             optimizer_class = type(getattr(self, "optimizer", None))
             argument = "optimizers"
         # No optimizer was given, or Muon was given explicitly.

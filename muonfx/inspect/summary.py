@@ -118,7 +118,7 @@ class Summary(Shown):
     def _text_titles(self) -> list[str]:
         """The titles of the columns between the path and the bytes: "shape", "dtype", and others if they are needed."""
         titles = ["shape", "dtype"]
-        # a leaf is on an accelerator
+        # A leaf is on an accelerator.
         if any(leaf.device not in ("", "meta", "cpu") for leaf in self.leaves):
             titles.append("device")
         if self.ranks is not None:  # the leaves are sharded over ranks
@@ -145,7 +145,7 @@ class Summary(Shown):
         """
         path = leaves[0].path
         if len(leaves) == 1:
-            # a tree that is a single tensor has an empty path
+            # A tree that is a single tensor has an empty path.
             title = ".".join(path[depth:]) or "-"
             return self._sum_row(title, leaves, _texts(leaves[0]))
         # The title has all entries that the paths share, "adam" and "mu". The loop ends, since no two paths are equal.

@@ -352,7 +352,7 @@ def close_names(wrong: str, names: Iterable[str], level: str = ".") -> list[str]
     name_with_part: dict[str, str] = {}  # "attn.q": "blocks.0.attn.q"
     for name in names:
         components = name.lower().split(level)
-        # a name of fewer components is compared as a whole
+        # A name of fewer components is compared as a whole.
         last_start = max(0, len(components) - length)
         for start in range(last_start + 1):
             part = level.join(components[start : start + length])
@@ -553,7 +553,7 @@ def accepted_types_of(
     """
     # Annotations in quotes are evaluated in the module that defines the function or class.
     inner = inspect.unwrap(function)
-    # a class has no globals
+    # A class has no globals.
     names = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])
     types_of_parameter: dict[str, frozenset[str]] = {}
     for name, parameter in parameters.items():

@@ -69,7 +69,7 @@ class Table:
         head = list(map(printable, self.titles))
         body = _lines(self.rows, depth)
         foot = _lines(self.footers, depth)
-        # a row may have fewer cells than others
+        # A row may have fewer cells than others.
         columns = zip_longest(head, *body, *foot, fillvalue="")
         aligned_columns = list(map(self._aligned, count(), columns))
         lines = ["  ".join(cells).rstrip() for cells in zip(*aligned_columns, strict=True)]

@@ -42,7 +42,7 @@ functorch_is_active: Callable[[], bool] = _C._are_functorch_transforms_active
 
 def on_device_of(function: Callable[[Tensor], T], x: Tensor) -> T:
     """Return ``function(x)``, in which new tensors are on the device of ``x`` even if a default device is set."""
-    # a default device is a mode on this stack
+    # A default device is a mode on this stack.
     if torch.compiler.is_compiling() or not _C._len_torch_function_stack():
         return function(x)
     with x.device:

@@ -264,7 +264,7 @@ def _largest_rate(tx: Transform, tracked: TrackedGroup) -> float:
     if "lr" in tracked.numbers.keys:  # the rate is a number in the group, not a schedule
         first_rate = tracked.numbers.requested_entries.get("lr", 0.0)
         largest = 0.0
-        # a scheduler may have begun a warmup at a low rate
+        # A scheduler may have begun a warmup at a low rate.
         for rate in (tracked.group["lr"], first_rate):
             is_without_value = isinstance(rate, Tensor) and rate.is_meta
             if not is_without_value:
@@ -275,7 +275,7 @@ def _largest_rate(tx: Transform, tracked: TrackedGroup) -> float:
     # Of this group, such as "scale_by_learning_rate.learning_rate".
     for name in schedules_of(tx, tracked):
         argument = name.split(".")[-1]
-        # a schedule of another number, such as the decay of a momentum
+        # A schedule of another number, such as the decay of a momentum.
         if argument != "learning_rate":
             continue
         rate_at = schedules[name]

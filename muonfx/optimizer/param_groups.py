@@ -178,7 +178,7 @@ def new_groups(
         as_one: True for one group, unless the labels have different rates and ``entries`` has none. False to split
             them, so that the same transforms update all parameters of a group.
     """
-    # a rule: the transforms of a parameter, and its label
+    # A rule: the transforms of a parameter, and its label.
     pairs_of = pairs_by_rule(pairs, stepping.rules)
     rules = list(pairs_of)
     if as_one:

@@ -52,7 +52,7 @@ def schedules_in(tx: Transform) -> dict[str, Schedule]:
     A schedule may be made from other schedules, such as a warmup and a decay. These parts are left out.
     """
     schedules: dict[str, Schedule] = {}
-    # a schedule comes before its parts, whose names begin with its name
+    # A schedule comes before its parts, whose names begin with its name.
     for name, value in walk(tx):
         is_part = any(name.startswith(f"{outer}.") for outer in schedules)
         if isinstance(value, Schedule) and not is_part:

@@ -229,7 +229,7 @@ def _names_of_tensors(named: NamedTensors, groups: Iterable[Group]) -> dict[Tens
     for group in groups:
         # Not strict: a group that the caller has edited may have more tensors than names. It is checked later.
         for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
-            # a known tensor keeps its name where the caller has put it
+            # A known tensor keeps its name where the caller has put it.
             name_of.setdefault(param, name)
     return name_of
 

@@ -447,7 +447,7 @@ class Stepping:
 
 def _with_separate_memory(call: Arguments) -> Arguments:
     """Return the arguments of a step, in which donated tensors, which it may overwrite, share no memory with others."""
-    # a trace cannot compare memory; only the optimizer holds the state
+    # A trace cannot compare memory; only the optimizer holds the state.
     if torch.compiler.is_compiling():
         donate = Donation(updates=False, state=True)
         return Arguments(call.updates, call.state, call.params, donate, call.extras)

@@ -55,7 +55,7 @@ def check_usable(named: NamedTensors, layout: Layout | None) -> None:
     Examples are a matrix that FSDP1 has flattened, and a model of which only some parameters are on the meta device.
     """
     is_on_meta = all(param.is_meta for param in named.values())
-    # a whole model on the meta device is accepted: it gets its values before the first step
+    # A whole model on the meta device is accepted: it gets its values before the first step.
     if not is_on_meta:
         check_real(named)
     if layout is None or not layout.is_flat:  # a flat layout describes the tensors of FSDP1
@@ -90,7 +90,7 @@ def check_real(named: NamedTensors) -> None:
 
     Large models are often created there, without memory, and get their values when they are loaded.
     """
-    # a meta tensor has a shape, and no memory
+    # A meta tensor has a shape, and no memory.
     names = [name for name, param in named.items() if param.is_meta]
     if names:
         raise ValueError(
@@ -522,7 +522,7 @@ class TrackedParameters:
         """
         name_of = {param: name for name, param in self._others_in_models().items()}
         for name, tracked in self.tracked.items():
-            # a tied tensor that is in both keeps the name of its state
+            # A tied tensor that is in both keeps the name of its state.
             name_of[tracked.param] = name
         return name_of
 
@@ -652,7 +652,7 @@ def _names_in(index: int, group: Group, name_of: Mapping[Tensor, str]) -> list[s
     )
     names: list[str] = []
     for position, param in enumerate(params):
-        # a known tensor has its name at any position, so that users can move it
+        # A known tensor has its name at any position, so that users can move it.
         if param in name_of:
             names.append(name_of[param])
         elif has_name_for_each:
@@ -926,7 +926,7 @@ _registrations = Counter[str]()
 
 
 def _count_registration(*_: object) -> None:
-    # a graph that reads the count would be compiled again whenever it changes
+    # A graph that reads the count would be compiled again whenever it changes.
     if torch.compiler.is_compiling():
         return
     _registrations["assigned"] += 1

@@ -966,7 +966,7 @@ class TransformOptimizer(Optimizer):
         with self._stepping.errors_on_all_ranks():
             if closure is not None:
                 loss = _evaluate(closure)
-            # a traced graph is valid for the current parameters only
+            # A traced graph is valid for the current parameters only.
             if not torch.compiler.is_compiling():
                 self._use_replacements(is_in_step=True)
         # Again, because `_stepping` may be another object now: over ranks, if the parameters have become DTensors.

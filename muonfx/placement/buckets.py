@@ -240,7 +240,7 @@ class BucketedState:
         """
         self._donate = donate
         self._leaves, self._treedef = tree.flatten(state)
-        # a leaf whose parameter is in no bucket stays as it is
+        # A leaf whose parameter is in no bucket stays as it is.
         self._new_leaves = list(self._leaves)
         # The indices of the leaves without a parameter, which every bucket updates.
         self._counters = [index for index, parameter in enumerate(parameters) if parameter is None]

@@ -103,7 +103,7 @@ class BucketTransfer:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return True if a tensor uses the memory of one of the two buffers, which the next bucket overwrites."""
-        # a view has the storage of the buffer, wherever it begins
+        # A view has the storage of the buffer, wherever it begins.
         storage = tensor.untyped_storage().data_ptr()
         return any(memory.untyped_storage().data_ptr() == storage for memory in self._buffers)
 

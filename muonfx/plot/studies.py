@@ -366,7 +366,7 @@ def _best_rate(contender: Contender) -> float:
         # Such as {5: tensor([2.3, 2.5]), 10: tensor([1.0, 2.0])}.
         losses_at_step = contender.losses_at[rate]
         mean = float(losses_at_step[max(losses_at_step)].mean())
-        # a run diverged; also NaN, which is neither more nor less than another loss
+        # A run diverged; also NaN, which is neither more nor less than another loss.
         if not math.isfinite(mean):
             return math.inf
         return mean

@@ -272,7 +272,7 @@ class Orthogonalizer:
         sides: list[int] = []
         for x in xs:
             sides += x.shape
-        # a compiler or `make_fx` may pass symbols as sides, which cannot be hashed
+        # A compiler or `make_fx` may pass symbols as sides, which cannot be hashed.
         traced = is_traced(*sides)
         # The iteration in reused buffers has no derivatives and no row scaling, and needs coefficients as numbers.
         may_use_buffers = (
@@ -553,7 +553,7 @@ def _join_chunks(chunks: list[_Chunk], dtype: torch.dtype, workspace: Workspace)
     first = matrices[0]
     shape = (sum(counts), *first.shape[1:])
     if first.dtype == dtype and _are_one_buffer(chunks):
-        # a view of the first chunk and all that follow it in memory
+        # A view of the first chunk and all that follow it in memory.
         return first.as_strided(shape, first.stride())
     if not same_range(first.dtype, dtype):
         # Rounding alone, such as from fp32 to fp16, could give zeros or infinities. So each matrix is scaled too.

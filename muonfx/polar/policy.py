@@ -343,7 +343,7 @@ def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan) -> bool:
 
     A stage is some steps that share one Gram matrix. fp16 rounds less than bf16, so more steps can share one.
     """
-    # a tensor of coefficients: its rounding is not bounded
+    # A tensor of coefficients: its rounding is not bounded.
     if in_fp16.bound is None or in_bf16.bound is None:
         return False
     # A bound above the tolerance means that rounding may push singular values too far from 1.

@@ -99,7 +99,7 @@ def _failure(device: torch.device, dtype: torch.dtype) -> str | None:
         with untraced():
             problem = _first_error(device, dtype)
     except Exception as error:
-        # a kernel that cannot be compiled or launched must not end a training run
+        # A kernel that cannot be compiled or launched must not end a training run.
         problem = f"{type(error).__name__}: {error}"
     if problem is None:
         return None

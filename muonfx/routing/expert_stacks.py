@@ -90,7 +90,7 @@ def _width_read_by_router(info: ParamInfo, modules: Mapping[str, nn.Module]) -> 
             continue
         widths: set[int] = set()
         for param in module.parameters():
-            # a router has a row for each expert
+            # A router has a row for each expert.
             if param.ndim == 2 and len(param) == number_of_experts:
                 widths.add(param.shape[1])
         if len(widths) > 1:  # matrices of several widths may be the router

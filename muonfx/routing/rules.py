@@ -52,7 +52,7 @@ class Labels(RoutedLabels):
     def __init__(self, routes: Mapping[str, Label | Route]) -> None:
         """Check the names and labels, and store a route for each name."""
         self._routes: dict[str, Route] = {}
-        # a label alone becomes a route without a reason and a view
+        # A label alone becomes a route without a reason and a view.
         for name, label in routes.items():
             route = label if isinstance(label, Route) else Route(label)
             self._routes[name] = route

@@ -254,7 +254,7 @@ def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
         if module is model and isinstance(model, nn.ParameterList | nn.ParameterDict):
             continue
         is_layer = _is_layer(module)
-        # a leaf: the last component of a name
+        # A leaf: the last component of a name.
         for leaf, _ in module.named_parameters(recurse=False):
             is_weight_of_layer = is_layer and leaf in LEAVES_OF_LAYERS  # such as "weight"
             if not is_weight_of_layer:
@@ -399,7 +399,7 @@ def _inputs(modules: _Modules) -> dict[str, Layer]:
         if is_outside_blocks and _reads_raw_input(layer, earlier_widths):
             inputs[layer.path] = layer
         earlier_widths.add(layer.returns)
-        # a later layer may read one of the vectors, as in a gated MLP
+        # A later layer may read one of the vectors, as in a gated MLP.
         if layer.path in part_counts:
             earlier_widths.add(layer.returns // part_counts[layer.path])
     return inputs

@@ -194,7 +194,7 @@ class Binding:
         if None in dtypes:  # seldom, so most steps need no names
             for name, leaf in zip(tree.names(like), leaves, strict=True):
                 if leaf is None and name in self.layout.specs:
-                    # a gradient that is missing, so the shape of its parameter, and of its state, is unknown
+                    # A gradient that is missing, so the shape of its parameter, and of its state, is unknown.
                     return
         # `init` is called on meta tensors, and once only for all steps with the same structure and dtypes.
         key = tx.treedef, structure, tuple(dtypes)

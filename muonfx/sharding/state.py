@@ -294,7 +294,7 @@ def global_leaf(
     which this rank computes the last two, the momentum becomes a `FlatShard` of 32 elements, which begin at element 32
     of the whole momentum.
     """
-    # a leaf without a parameter is whole on all ranks
+    # A leaf without a parameter is whole on all ranks.
     if placement is None or placement.name is None:
         return leaf
     # This rank computes no matrices: an interval without elements.

@@ -163,7 +163,7 @@ class _Accumulation:
         if not is_last:
             return _wait(updates, accumulated)
         updated_leaves = updates
-        # a compiled graph has all gradients, and cannot read their counts
+        # A compiled graph has all gradients, and cannot read their counts.
         if not torch.compiler.is_compiling():
             updated_leaves = _leaves_with_any_gradient(updates, params, accumulated)
         # The gradients are new tensors.

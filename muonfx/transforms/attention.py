@@ -158,7 +158,7 @@ def _plain(x: Tensor) -> Tensor:
     NotImplementedError for a tensor with a batch of models (``vmap``) or of sequences of several lengths (nested).
     """
     x = x.detach()  # first, because `torch.func` wraps the result
-    # a compiler cannot trace the queries below, and traces `torch.func` itself
+    # A compiler cannot trace the queries below, and traces `torch.func` itself.
     if torch.compiler.is_compiling():
         return x
     while is_wrapped(x):  # once for each `torch.func.grad` around the call

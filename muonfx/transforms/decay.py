@@ -202,7 +202,7 @@ def subtract_decayed_weights(
         >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[0]
         {'w': tensor([-0.5000])}
     """
-    # a larger one would reverse the parameters
+    # A larger one would reverse the parameters.
     weight_decay = checks.fraction("weight_decay", weight_decay)
     return _init_and_update(
         "subtract_decayed_weights",

@@ -649,7 +649,7 @@ class _Formula:
         If they are the same at each update, they are recorded once and saved. For a few small leaves, recording takes
         longer than the rest of an update.
         """
-        # a graph that depends on `_saved_step` is compiled again when it changes
+        # A graph that depends on `_saved_step` is compiled again when it changes.
         if torch.compiler.is_compiling():
             return self._call_step(old_state, extras)
         if self._saved_step is not None:

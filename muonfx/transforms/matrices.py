@@ -134,7 +134,7 @@ class MatrixView:
         The view ``{"*.q": "a"}``, extended by ``{"*.q": "b", "*.k": "c"}``, is ``{"*.q": "a", "*.k": "c"}``. (These
         letters are short for patterns.) There is no warning if a glob in ``more`` matches no parameter.
         """
-        # a single pattern applies to all parameters already
+        # A single pattern applies to all parameters already.
         if not more or isinstance(self.pattern, str):
             return self
         if isinstance(more, str):

@@ -366,7 +366,7 @@ def _on_stacks(
     ``constructor`` is the decorated function, ``tx`` a transform that it has created, and ``shapes`` the shape of each
     parameter by name.
     """
-    # a schedule, such as a decay, is the number of step 0
+    # A schedule, such as a decay, is the number of step 0.
     state, _ = constructor(**arguments_at(tx, 0))
     has_matrix_state = any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
     # A matrix state of a stack of stacks has more dims than the state of a stack, so only plain stacks qualify.

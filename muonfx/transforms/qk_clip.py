@@ -558,7 +558,7 @@ def _logits(members: list[_Member], max_logits: object) -> list[Tensor]:
             f"muonfx.attention.collect_max_logits collects it, found {max_logits!r}"
         )
     all_logits = dict(tree.named_leaves(max_logits))
-    # a module has several members, such as its query and its key
+    # A module has several members, such as its query and its key.
     logits_of_module: dict[str, Tensor] = {}
     for member in members:
         number_of_heads = member.heads.heads

@@ -125,7 +125,7 @@ def _scalar_for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
     """
     if not isinstance(scalar, Tensor):  # a Python number has no dtype
         return [scalar] * len(xs)
-    # a model on several GPUs
+    # A model on several GPUs.
     if not scalar.is_cpu and [x for x in xs if x.device != scalar.device]:
         return [scalar.to(device=x.device, dtype=wide_dtype(x.dtype)) for x in xs]
     scalar_in: dict[torch.dtype, Tensor] = {}  # one cast for each dtype, not for each tensor
@@ -141,7 +141,7 @@ def _one_or_each(scalars: list[Any], xs: Sequence[Tensor]) -> Any:
 
 
 def _on_cpu(xs: Sequence[Tensor]) -> bool:
-    # a list takes less time than a generator, as `all` would need
+    # A list takes less time than a generator, as `all` would need.
     return not [x for x in xs if not x.is_cpu]
 
 
@@ -493,7 +493,7 @@ def by_stacks(
     else:
         groups = _groups(lists)  # [[0, 2], [1]]
         to_contiguous = aligned
-    # a list for each result
+    # A list for each result.
     outputs: list[list[Any]] = [[None] * len(lists[0]) for _ in range(results)]
     for indices in groups:
         stacks = [_stack_of(xs, indices, to_contiguous) for xs in lists]
@@ -655,7 +655,7 @@ def scalar_like(number: Scalar, x: Tensor) -> Tensor:
     # Why not leave the number as it is: torch divides a Python number by a tensor as number times reciprocal, and
     # promotes the dtype of a 0-d tensor. With tensors of one dtype as operands, both give the same bits.
     if isinstance(number, Tensor):
-        # a GPU is not waited for
+        # A GPU is not waited for.
         return number.to(dtype=x.dtype, device=x.device, non_blocking=number.is_cpu)
     return torch.full((), number, dtype=x.dtype, device=x.device)
 

@@ -51,7 +51,7 @@ SPEEDS = {
 def test_a_speed_is_the_ratio_of_steps_to_the_same_loss(size: str):
     for contender, speed in sizes.speeds(make_results(SPEEDS), size).items():
         assert speed.mean == pytest.approx(SPEEDS[size][contender])
-        # a seed changes both by the same factor
+        # A seed changes both by the same factor.
         assert speed.log_error == pytest.approx(0, abs=1e-9)
 
 

@@ -143,7 +143,7 @@ def test_latest_does_not_warn_of_a_save_that_ends_after_the_folder_was_listed(
     monkeypatch.setattr(
         os, "listdir", lambda folder: listed if Path(folder) == path else listdir(folder)
     )
-    # a third save has replaced the index
+    # A third save has replaced the index.
     monkeypatch.setattr(folder, "_names_in_index", lambda folder: set())
     assert ck.latest(tmp_path) == path
 

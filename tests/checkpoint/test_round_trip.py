@@ -26,7 +26,7 @@ from tests.transforms.test_every_transform import CASES
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*changes its state at every micro-batch"),
     pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
-    # a case has patterns by name, for names of all kinds
+    # A case has patterns by name, for names of all kinds.
     pytest.mark.filterwarnings("ignore:view. .*matches none of"),
 ]
 

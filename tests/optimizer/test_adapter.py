@@ -485,7 +485,7 @@ COMPILED: dict[str, Any] = {
     ("name", "changed_by"),
     [
         *[(name, "hand") for name in COMPILED],
-        # a scheduler and `dynamic` meet each kind of state once: a case takes 20 to 40 s
+        # A scheduler and `dynamic` meet each kind of state once: a case takes 20 to 40 s.
         ("one group", "a scheduler"),
         ("two groups", "hand, dynamic"),
         pytest.param("in an accumulate", "a scheduler", marks=pytest.mark.deep),

@@ -764,7 +764,7 @@ def rank_0_saves(here: Here, path: Path) -> None:
 
 def test_under_ddp_any_rank_alone_has_a_complete_state(world: World, tmp_path: Path):
     world.check(2, rank_0_saves, path=tmp_path / "saved")
-    # a whole tensor is good for any layout
+    # A whole tensor is good for any layout.
     for size, kind in ((2, "ddp"), (4, "ddp"), (2, "fsdp")):
         world.check(size, load_full, kind=kind, path=tmp_path / "saved", how="by our method")
 

@@ -217,7 +217,7 @@ def test_a_tensor_under_two_keys_of_a_group_may_be_two_tensors_in_a_file(how: st
     assert group["momentum"] is group["betas"][0]
     assert group["momentum"] == 0.25
     rates = step(new), step(old)
-    # a checkpoint without params has the weights of the code
+    # A checkpoint without params has the weights of the code.
     assert rates[0] == pytest.approx(rates[1], rel=1e-2)
 
 

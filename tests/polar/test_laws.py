@@ -121,7 +121,7 @@ def test_permutations_and_transposes_pass_through(
         )
 
 
-# a Gaussian matrix may need more than 14 steps
+# A Gaussian matrix may need more than 14 steps.
 @given(problems(("geometric", "clustered", "deficient")))
 def test_long_schedule_is_the_polar_factor(p: Problem) -> None:
     y = orthogonalize(p.x, coefficients="polar_express", steps=14)

@@ -482,7 +482,7 @@ def test_a_head_of_a_multiple_of_its_inputs_is_a_head(count, order):
     layers = {"policy": lin(count * D, D), "value": lin(1, D)}
     labels = default_labels(with_body(after={name: layers[name] for name in order}), roles=True)
     assert labels["policy.weight"] == "head"
-    # a language model whose vocabulary is such a multiple, as one of 256 bytes
+    # A language model whose vocabulary is such a multiple, as one of 256 bytes.
     tokens = nn.Embedding(count * D, D)
     labels = default_labels(
         with_body({"tokens": tokens}, after={"readout": lin(count * D, D)}), roles=True

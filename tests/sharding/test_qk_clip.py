@@ -115,7 +115,7 @@ def laid_out_as(here: Here, way: str) -> tuple[list[Tensor], Params]:
         return trained(model, all_of_it, lambda grad: None, tensor_parallel=(rank, size))
     if way == "fsdp2":
         fully_shard(model["h"]["attn"], mesh=here.mesh)
-        # a mean over ranks, made a sum
+        # A mean over ranks, made a sum.
         return trained(model, sequences, lambda grad: grad.to_local().mul_(size))
     layout = sharding.replicated(dict(model.named_parameters()), here.group)
     return trained(model, {"dp": sequences, "cp": queries}[way], add_up, layout=layout)

@@ -311,5 +311,5 @@ def test_what_is_made_to_bind_grows_with_ranks_plus_parameters(made: dict[str, i
         (wider, 4 * ranks, params),
     ):
         assert sum(found.values()) <= 12 * (r + p) + 50, (kind, found)
-    # a product would be 16 times
+    # A product would be 16 times.
     assert sum(both.values()) <= 12 * 4 * (ranks + params) + 50, (kind, both)

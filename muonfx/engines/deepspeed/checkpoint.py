@@ -106,7 +106,7 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     True
     """
     optimizer = _optimizer_of(engine)
-    # a failed load leaves none, because weights may be loaded after it
+    # A failed load leaves none, because weights may be loaded after it.
     with optimizer.without_new_state():
         params, leaves = _loaded_values(path, optimizer)
     flat_optimizers = optimizer.all_flat_optimizers()

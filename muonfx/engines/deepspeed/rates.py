@@ -105,7 +105,7 @@ def require_rates_by_group(config: Mapping[str, Any], groups: Sequence[Mapping[s
         params.setdefault("warmup_max_lr", 0.001)
     for key in _RATE_KEYS:
         value = params.get(key)
-        # a list, with one rate for each group, is accepted
+        # A list, with one rate for each group, is accepted.
         is_one_number = isinstance(value, int | float)
         # The Trainer replaces it by its learning_rate, one number.
         is_from_trainer = value == "auto"

@@ -139,7 +139,7 @@ class MatrixStage:
         if not self.reads_params or device.type == "meta":
             return self._params_of_nan(local_params)
         matrices: dict[str, Tensor] = {}
-        # a bucket is some matrices that are sent together
+        # A bucket is some matrices that are sent together.
         for bucket in self.plan.local_buckets(local_params):
             gather = _Gather(self, bucket, local_params, as_params=True)  # starts the messages
             matrices |= gather.wait()
@@ -164,7 +164,7 @@ class MatrixStage:
         It has the structure of the state on every rank. Meta tensors have shapes without values.
         """
         shapes = {name: spec.shape for name, spec in self.plan.specs.items()}
-        # a rank may compute some matrices of a stack: ``(count, rows, columns)``
+        # A rank may compute some matrices of a stack: ``(count, rows, columns)``
         for shard in self.plan.shards:
             shapes[shard.name] = shard.shape
 

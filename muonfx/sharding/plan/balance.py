@@ -79,7 +79,7 @@ def _assign_to_least_loaded(items: Mapping[int, Item], loads: list[_Load]) -> di
     owner_of: dict[int, int] = {}
     for index, item in items.items():
         if item.candidates not in queues:
-            # a sorted list is a heap
+            # A sorted list is a heap.
             queues[item.candidates] = sorted([loads[rank] for rank in item.candidates])
         queue = queues[item.candidates]
         # The first entry may be an old load of its rank, such as 2.0 where it has 5.0 now. Loads only grow, so the rank

@@ -177,7 +177,7 @@ def seeds_clocks_and_hashes_change_nothing(
     """
     expected = history(tx, params, steps)
     _check_modes(PROCESS_MODES, tx, params, steps, expected)
-    # a new thread, where values that are kept for each thread are still unset
+    # A new thread, where values that are kept for each thread are still unset.
     with ThreadPoolExecutor(1) as pool:
         in_thread = pool.submit(history, tx, params, steps).result()
     require_same("(updates, state) in another thread", in_thread, expected, "in this thread")

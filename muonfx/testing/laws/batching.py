@@ -149,7 +149,7 @@ def a_leaf_has_the_same_bits_in_any_company(
     example = Example(params, steps)
     usual_updates = updates_of(tx, params, steps)
     for number, name in enumerate(tree.names(params)):
-        # a function that replaces all other leaves by None
+        # A function that replaces all other leaves by None.
         this_leaf = functools.partial(only_leaf, number)
         updates_alone = updates_of(tx, *example.map_trees(this_leaf))
         expected = list(map(this_leaf, usual_updates))

@@ -256,7 +256,7 @@ def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     usual_updates, tolerance = _updates_and_tolerance(tx, Example(params, steps))
     expected_is = "without this change" + _advice_on_stacks(tx)
     for number in range(len(tree.leaves(params))):
-        # a function that replaces all other leaves by None
+        # A function that replaces all other leaves by None.
         this_leaf = functools.partial(only_leaf, number)
         expected = list(map(this_leaf, usual_updates))
         for condition, example in _with_other_leaves_changed(number, params, steps).items():

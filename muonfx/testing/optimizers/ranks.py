@@ -212,7 +212,7 @@ def _run_rank(
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=RANKS,
-        # a rank whose peer has raised an error does not wait for long
+        # A rank whose peer has raised an error does not wait for long.
         timeout=timedelta(seconds=SECONDS / 3),
     )
     outcome = outcome_of(OPTIMIZER_LAWS[law_name], build)
