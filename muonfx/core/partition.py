@@ -648,13 +648,11 @@ def resolve_mask(
 ) -> Callable[[PyTree], list[bool]]:
     """Return a function from parameters to a list of bools: for each parameter, True if the mask selects it.
 
-    ``mask`` has a form that `masked` accepts; None selects all parameters. ``argument`` names the mask in errors.
+    ``mask`` has a form that `masked` accepts. ``argument`` names the mask in errors.
 
     >>> selection = resolve_mask("weight_decay: mask", {"w": True, "b": False})
     >>> selection({"w": torch.zeros(2), "b": torch.zeros(3)})  # in the order of leaves: "b", "w"
     [False, True]
     """
-    if mask is None:
-        return lambda params: [True] * len(tree.leaves(params))
     choose = _MaskChooser(argument, mask, memory)
     return lambda params: list(choose(params).value_of.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -59,11 +59,14 @@ def _init_and_update(
         memory: a dict that stores which parameters decay, for transforms that differ in numbers only.
     """
     weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)
-    # From parameters to a bool for each leaf.
-    which_decay = resolve_mask(f"{name}: mask", mask, memory)
+    # A function from parameters to a bool for each leaf; None if all parameters decay.
+    which_decay = None
+    if mask is not None:
+        which_decay = resolve_mask(f"{name}: mask", mask, memory)
 
     def init(params: PyTree) -> EmptyState:
-        which_decay(params)  # raises an error if the mask does not fit the parameters
+        if which_decay is not None:
+            which_decay(params)  # raises an error if the mask does not fit the parameters
         return EmptyState()
 
     def update(
@@ -74,22 +77,30 @@ def _init_and_update(
         # Nothing to add; a tensor is not read here.
         if isinstance(weight_decay, float) and weight_decay == 0.0:
             return updates, state
-        leaves, treedef = tree.flatten(updates)
-        for index, decays in enumerate(which_decay(params)):
-            if not decays:
-                leaves[index] = None
-        # The leaves that decay and have a gradient.
-        decaying = Present(tree.unflatten(treedef, leaves))
+        selected = updates
+        if which_decay is not None:
+            selected = _selected(updates, which_decay(params))
+        decaying = Present(selected)  # the leaves that decay and have a gradient
         u = decaying.pick(updates)
         w = ew.cast_like(decaying.pick(params), u)
         if caution:
             agreeing = functools.partial(_where_decay_agrees, sign=sign)
             w = list(map(agreeing, u, w))
         decayed = ew.add(u, w, sign * weight_decay, reuse=donate.updates)
-        decayed = ew.cast_like(decayed, u)  # a factor that is a tensor may widen the dtype
+        if isinstance(weight_decay, Tensor):  # it may have widened the dtype
+            decayed = ew.cast_like(decayed, u)
         return decaying.fill(decayed, updates), state
 
     return init, update
+
+
+def _selected(updates: PyTree, does_decay: Sequence[bool]) -> PyTree:
+    """Return a tree of the updates whose parameters decay, with None in place of the others."""
+    leaves, treedef = tree.flatten(updates)
+    for index, decays in enumerate(does_decay):
+        if not decays:
+            leaves[index] = None
+    return tree.unflatten(treedef, leaves)
 
 
 def _where_decay_agrees(update: Tensor, weight: Tensor, sign: float) -> Tensor:

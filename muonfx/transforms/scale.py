@@ -81,7 +81,9 @@ def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
         # Not `leafwise`: a single product is rounded once in any dtype, so conversions to fp32 would only cost two
         # passes. The sign is applied at every step, because a scheduler may write into a factor that is a tensor.
         products = ew.mul(leaves, sign * factor, reuse=may_overwrite)
-        return ew.cast_like(products, leaves)
+        if isinstance(factor, Tensor):  # it may have widened the dtype
+            products = ew.cast_like(products, leaves)
+        return products
 
     return of_lists(multiply)
 
