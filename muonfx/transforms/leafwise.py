@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import is_
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, ParamSpec, overload
 
@@ -118,7 +119,12 @@ def write(
 
     With ``reuse``, the values are written into the leaves of the old tree.
     """
-    return present.fill(ew.store(values, present.pick(old_tree), reuse=reuse), old_tree)
+    old_leaves = present.pick(old_tree)
+    if all(map(is_, values, old_leaves)):  # they were computed in place: there is nothing to write
+        return old_tree
+    if reuse:
+        return present.fill(ew.copy(values, into=old_leaves), old_tree)
+    return present.fill(ew.cast_like(values, old_leaves), old_tree)
 
 
 @plain_fields

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import is_
 from typing import Any
 
 import torch
@@ -271,16 +270,6 @@ def copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> Tensors:
         return _tensorwise(lambda x, y: x.to(y.dtype, copy=True), xs, into)
     torch._foreach_copy_(list(into), list(xs))
     return list(into)
-
-
-def store(values: Tensors, old: Sequence[Tensor], *, reuse: bool) -> Tensors:
-    """Cast the new values of a state to the dtypes of its tensors ``old``; with ``reuse``, write them into ``old``."""
-    # If all values are the old tensors themselves, they were computed in place, and there is nothing to write.
-    if reuse and all(map(is_, values, old)):
-        return list(values)
-    if reuse:
-        return copy(values, into=old)
-    return cast_like(values, old)
 
 
 def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
