@@ -127,14 +127,22 @@ def _scalar_for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
     # A model on several GPUs.
     if not scalar.is_cpu and [x for x in xs if x.device != scalar.device]:
         return [scalar.to(device=x.device, dtype=wide_dtype(x.dtype)) for x in xs]
+    dtypes = _dtypes(xs)
+    if len(dtypes) == 1:
+        return [scalar.to(wide_dtype(*dtypes))] * len(xs)
     scalar_in: dict[torch.dtype, Tensor] = {}  # one cast for each dtype, not for each tensor
-    for dtype in _dtypes(xs):
+    for dtype in dtypes:
         scalar_in[dtype] = scalar.to(wide_dtype(dtype))
     return [scalar_in[x.dtype] for x in xs]
 
 
 def _one_or_each(scalars: list[Any], xs: Sequence[Tensor]) -> Any:
-    """Return the only scalar for tensors of one dtype and device, for which CUDA launches one kernel, else all."""
+    """Return the only scalar for tensors of one dtype and device, for which CUDA launches one kernel, else all.
+
+    On a CPU, one and all take the same time.
+    """
+    if _on_cpu(xs):
+        return scalars
     is_same = len(_dtypes(xs)) == 1 and _on_one_device(xs)
     return scalars[0] if is_same else scalars
 
@@ -168,11 +176,6 @@ def _in_wide(
     if reuse:
         return copy(results, into=xs)
     return cast_like(results, xs)
-
-
-def _would_widen(xs: Sequence[Tensor]) -> bool:
-    """Return True if a tensor is 0-d and bf16 or fp16, since a scalar tensor would promote it to a wider dtype."""
-    return bool([x for x in xs if x.dtype in _NARROW and x.ndim == 0])
 
 
 def _has_narrow(xs: Sequence[Tensor]) -> bool:
@@ -301,11 +304,13 @@ def _mul_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
     ... )
     [tensor([10., 20.]), tensor([30.])]
     """
-    # Torch promotes dtypes among 0-d tensors: the product of a 0-d bf16 tensor and `c` would have the dtype of `c`.
-    if _would_widen(xs):
-        return _in_wide(mul, xs, scalar=c, reuse=reuse)
     factors = _scalar_for_each(c, xs)
-    if _has_narrow(xs) and not c.is_cpu:
+    if not _has_narrow(xs):
+        return _foreach("mul", xs, _one_or_each(factors, xs), reuse=reuse)
+    # Torch promotes dtypes among 0-d tensors: the product of a 0-d bf16 tensor and `c` would have the dtype of `c`.
+    if [x for x in xs if x.dtype in _NARROW and x.ndim == 0]:
+        return _in_wide(mul, xs, scalar=c, reuse=reuse)
+    if not c.is_cpu:
         # A GPU rounds a 0-d factor to bf16 before it multiplies, 0.001 to 0.00099945, but not one of shape (1,).
         for index, x in enumerate(xs):
             if x.dtype in _NARROW:
@@ -337,11 +342,14 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     if _cannot_use_foreach(xs, scalar=c):  # under torch.func or autograd
         return _tensorwise(lambda x: x + c, xs)
     summand: Any = c
-    if isinstance(c, Tensor):  # such as a hyperparameter of a compiled step
-        summand = _scalar_for_each(c, xs)
-        # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break. That
-        # kernel accepts no tensor on the CPU.
-        if c.is_cuda and all(x.is_cuda for x in xs) and not is_traced():
+    if not isinstance(c, Tensor):
+        [summand] = _converted_numbers([c], xs)
+    if isinstance(summand, Tensor):
+        # One for each tensor: except in CUDA's kernel, `_foreach_add_` with one tensor reads its value, which is a sync
+        # and a graph break. That kernel accepts no tensor on the CPU.
+        is_on_cuda = summand.is_cuda and all(x.is_cuda for x in xs)
+        summand = _scalar_for_each(summand, xs)
+        if is_on_cuda and not is_traced():
             summand = _one_or_each(summand, xs)
     return _foreach("add", xs, summand, reuse=reuse)
 
