@@ -522,10 +522,10 @@ def applying(tx: Transform):
         updates, state = tx.run(updates, state, params, donate=donate, **extras)
         if apply_to_params is None:
             return updates, state
-        # This adds the updates to the parameters. None is returned in their place, so that their memory can be freed.
+        # This adds the updates to the parameters, two dicts by name. None is returned in place of each update, so that
+        # its memory can be freed.
         apply_to_params(params, updates)
-        no_updates = tree.map(lambda _: None, updates)
-        return no_updates, state
+        return dict.fromkeys(updates), state
 
     return tx.functions.init, update
 
