@@ -248,7 +248,14 @@ def leaves(tree: PyTree) -> list[Any]:
         return [tree[key] for key in sorted(tree)]
     if torch.compiler.is_compiling():  # the compiler cannot trace optree
         return flatten(tree)[0]
-    return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+    # A state has such dicts as parts, which optree would traverse one tensor at a time.
+    tree_leaves: list[Any] = []
+    for part in optree.tree_leaves(tree, is_flat, none_is_leaf=True, namespace=NAMESPACE):
+        if type(part) is dict:
+            tree_leaves += [part[key] for key in sorted(part)]
+        else:
+            tree_leaves.append(part)
+    return tree_leaves
 
 
 def ids(tree: PyTree) -> set[int]:
