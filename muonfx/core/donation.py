@@ -127,8 +127,10 @@ def _sharing(leaves: Sequence[Any]) -> set[Tensor]:
     >>> _sharing([first, torch.zeros(2), last]) == {first, last}
     True
     """
-    # Sparse tensors have no single memory to compare.
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    layouts = {tensor.layout for tensor in tensors}
+    if layouts != {torch.strided}:  # sparse tensors have no single memory to compare
+        tensors = [tensor for tensor in tensors if tensor.layout is torch.strided]
     plain_tensors = tensors
     # A DTensor, for example, has its memory in its local tensor.
     if not PLAIN.issuperset(map(type, tensors)):
