@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -172,20 +173,19 @@ class StateEntries:
         """
         if len(state) != len(self.named):  # a parameter was added or removed
             return True
-        # Without an edit, `state` has the parameters in their order, and for each one an entry for each of its leaves.
-        params, leaves = self.named.values(), self.leaves_of.values()
-        for (tensor, entries), param, leaf_of_key in zip(
-            state.items(), params, leaves, strict=True
-        ):
-            if tensor is not param:  # entries were removed, and others added at the end
+        # A parameter was removed, and another one added at the end.
+        if not all(map(is_, state, self.named.values())):
+            return True
+        # Without an edit, each parameter has the keys of its leaves, in their order.
+        values: list[object] = []
+        leaves: list[StateLeaf] = []
+        for entries, leaf_of_key in zip(state.values(), self.leaves_of.values(), strict=True):
+            if entries is None or list(entries) != list(leaf_of_key):
                 return True
-            if entries is None or len(entries) != len(leaf_of_key):
-                return True
-            for key, leaf in leaf_of_key.items():
-                # Another object than `update` has put there.
-                if entries.get(key, _NO_ENTRY) is not leaf.shown:
-                    return True
-        return False
+            values += entries.values()
+            leaves += leaf_of_key.values()
+        # Another object than `update` has put there was assigned.
+        return not all(map(is_, values, [leaf.shown for leaf in leaves]))
 
 
 def entries_by_name(
