@@ -467,12 +467,13 @@ def add_in_place(params: NamedTensors, updates: Mapping[str, Tensor | None]) -> 
     updated_params: list[Tensor] = []
     present_updates: list[Tensor] = []
     for name, update in updates.items():
-        if update is None:
-            continue
-        param = params[name]
-        if update.shape != param.shape:  # the addition might broadcast the update
-            check_updates_fit(params, updates)  # raises ValueError, with the name of the parameter
-        updated_params.append(param)
-        present_updates.append(update)
-    if updated_params:
-        torch._foreach_add_(updated_params, present_updates)
+        if update is not None:
+            updated_params.append(params[name])
+            present_updates.append(update)
+    if not updated_params:
+        return
+    param_shapes = [param.shape for param in updated_params]
+    update_shapes = [update.shape for update in present_updates]
+    if update_shapes != param_shapes:  # the addition might broadcast an update
+        check_updates_fit(params, updates)  # raises ValueError, with the name of the parameter
+    torch._foreach_add_(updated_params, present_updates)
