@@ -438,7 +438,7 @@ class Values:
         self._operands = [value.tensors for value in operands.values()]
         """The operands of the step in their own dtypes: ``[[u1, u2], [m1, m2]]`` for two leaves and a momentum."""
         self._dtypes = ew.wide_dtypes(self._operands)
-        """The compute dtype of each leaf."""
+        """The compute dtype of each leaf; None if all operands have one dtype in which to compute."""
         self._remaining_uses: dict[str | int, int] = {}
         """For each value, how many operations and outputs still read it; empty before `run`, when nothing is known."""
 
@@ -512,7 +512,7 @@ class Values:
         Operands in bf16 are converted to fp32 when they are first read.
         """
         value = self._values[leaf.key]
-        if value.is_wide:
+        if value.is_wide or self._dtypes is None:
             return value
         wide_tensors = ew.cast(value.tensors, self._dtypes)
         value.was_cast = all(map(is_not, wide_tensors, value.tensors))

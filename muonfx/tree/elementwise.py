@@ -210,12 +210,16 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return widest
 
 
-def wide_dtypes(lists: Sequence[Sequence[Tensor]]) -> list[torch.dtype]:
+def wide_dtypes(lists: Sequence[Sequence[Tensor]]) -> list[torch.dtype] | None:
     """Return for each position of the lists the dtype in which to compute with its tensors, as `wide_dtype` does.
+
+    Return None if all tensors have one such dtype already, so that none has to be converted: the usual case.
 
     >>> narrow, wide = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float64)
     >>> wide_dtypes([[narrow, narrow], [narrow, wide]])
     [torch.float32, torch.float64]
+    >>> print(wide_dtypes([[wide, wide], [wide, wide]]))
+    None
     """
     all_dtypes: set[torch.dtype] = set()
     is_mixed = False
@@ -223,8 +227,11 @@ def wide_dtypes(lists: Sequence[Sequence[Tensor]]) -> list[torch.dtype]:
         dtypes = _dtypes(xs)
         all_dtypes |= dtypes
         is_mixed = is_mixed or len(dtypes) > 1
-    if not is_mixed:  # the usual case, which takes no call for each position
-        return [wide_dtype(*all_dtypes)] * len(lists[0])
+    widest_dtype = wide_dtype(*all_dtypes)
+    if len(all_dtypes) == 1 and widest_dtype in all_dtypes:
+        return None
+    if not is_mixed:  # each list has one dtype, so each position has the same
+        return [widest_dtype] * len(lists[0])
     dtypes_of_positions: list[torch.dtype] = []
     for tensors in zip(*lists, strict=True):
         dtypes_of_tensors = [tensor.dtype for tensor in tensors]
@@ -232,12 +239,14 @@ def wide_dtypes(lists: Sequence[Sequence[Tensor]]) -> list[torch.dtype]:
     return dtypes_of_positions
 
 
-def widest(*lists: Sequence[Tensor]) -> list[Tensors]:
+def widest(*lists: Tensors) -> list[Tensors]:
     """Convert the tensors at each position of the lists to one dtype of fp32 or more, to compute with them.
 
     For the lists ``[bf16, fp32]`` and ``[bf16, fp64]``, the first position becomes fp32 and the second fp64.
     """
     dtypes = wide_dtypes(lists)
+    if dtypes is None:
+        return list(lists)
     return [cast(xs, dtypes) for xs in lists]
 
 
