@@ -422,12 +422,14 @@ def _require_params(caller: str, step: Step) -> None:
     """Raise TypeError if a step accepts no third argument, although it is called as ``step(u, s, p)``."""
     if not isinstance(step, FunctionType):
         return
+    # Not by `inspect.signature`, which is slow: a constructor with a schedule makes a step at every update.
     code = step.__code__
-    takes_any_number = code.co_flags & inspect.CO_VARARGS  # it has *args
-    if code.co_argcount < 3 and not takes_any_number:
-        names = ", ".join(code.co_varnames[: code.co_argcount])
+    has_star_args = bool(code.co_flags & inspect.CO_VARARGS)
+    positional_names = code.co_varnames[: code.co_argcount]
+    if len(positional_names) < 3 and not has_star_args:
         raise TypeError(
-            f"{caller} constructor with reads_params=True returns a step of three arguments, (u, s, p), found ({names})"
+            f"{caller} constructor with reads_params=True returns a step of three arguments, (u, s, p), found "
+            f"({', '.join(positional_names)})"
         )
 
 
@@ -515,6 +517,15 @@ class RecordedStep(NamedTuple):
     """The operations from the first two to the last two."""
 
 
+def _without_extras(
+    updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
+) -> None:
+    """Has the signature of an ``update`` without extra arguments."""
+
+
+_PARAMETERS_OF_UPDATE = tuple(inspect.signature(_without_extras).parameters.values())
+
+
 class _Formula:
     """A step and its declared state, as the functions ``init`` and ``update`` of a transform.
 
@@ -542,12 +553,7 @@ class _Formula:
         self._saved_step: RecordedStep | None = None
 
     def functions(self) -> InitAndUpdate:
-        """Return ``init`` and ``update`` of the transform, with the extra arguments of the step in the signature.
-
-        For ``def step(u, s, *, value)``, `Transform` must find the name "value" in the signature of ``update``. The
-        function below has ``**extras``, so it receives another signature: ``(updates, state, params=None, *,
-        donate=NOTHING, value)``.
-        """
+        """Return ``init`` and ``update`` of the transform."""
 
         def update(
             updates: PyTree,
@@ -557,21 +563,23 @@ class _Formula:
             donate: Donation = NOTHING,
             **extras: object,
         ) -> tuple[PyTree, PyTree]:
-            # {"value": ...}
-            step_extras = {name: extras[name] for name in self._extra_names if name in extras}
-            return self._run(updates, state, params, donate, step_extras)
+            return self._run(updates, state, params, donate, extras)
 
-        # The signature was read when the transform was created.
+        # `Transform` reads the names of the extra arguments from the signature, when it is created.
         if not torch.compiler.is_compiling():
-            signature = inspect.signature(update)
-            # All but the last one, ``**extras``
-            *parameters, _extras = signature.parameters.values()
-            # Then the keyword-only parameters of the step, if it has any: a step need not be a Python function.
-            if self._extra_names:
-                parameters_of_step = inspect.signature(self._step, follow_wrapped=False).parameters
-                parameters += [parameters_of_step[name] for name in self._extra_names]
-            update.__signature__ = signature.replace(parameters=parameters)
+            update.__signature__ = self._signature_of_update()
         return self.init, update
+
+    def _signature_of_update(self) -> inspect.Signature:
+        """Return the signature of ``update`` with the extra arguments of the step by name.
+
+        For ``def step(u, s, *, value)``, it is ``(updates, state, params=None, *, donate=NOTHING, value)``.
+        """
+        parameters = list(_PARAMETERS_OF_UPDATE)
+        if self._extra_names:
+            parameters_of_step = inspect.signature(self._step, follow_wrapped=False).parameters
+            parameters += [parameters_of_step[name] for name in self._extra_names]
+        return inspect.Signature(parameters)
 
     def init(self, params: PyTree) -> PyTree:
         """Return the initial state."""
