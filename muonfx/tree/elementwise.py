@@ -50,9 +50,9 @@ def _cannot_use_foreach(*lists: Sequence[Tensor], scalar: Scalar = 1.0) -> bool:
 def _requires_grad(*lists: Sequence[object]) -> bool:
     """Return True if one of the tensors in some lists requires grad; numbers in the lists do not count."""
     for xs in lists:
-        for x in xs:
-            if isinstance(x, Tensor) and x.requires_grad:
-                return True
+        tensors = [x for x in xs if isinstance(x, Tensor)]
+        if True in [tensor.requires_grad for tensor in tensors]:
+            return True
     return False
 
 

@@ -263,8 +263,7 @@ def ids(tree: PyTree) -> set[int]:
 
     The ids of ``{"w": x}`` and ``(x, y)`` have ``id(x)`` in common.
     """
-    tree_leaves = tree.values() if is_flat(tree) else flatten(tree)[0]
-    leaf_ids = set(builtins.map(id, tree_leaves))
+    leaf_ids = set(builtins.map(id, leaves(tree)))
     # All trees share None, which is one object.
     leaf_ids.discard(id(None))
     return leaf_ids
