@@ -306,30 +306,37 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 def _mul_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
     """Return ``x * c`` for every tensor ``x`` and a 0-d tensor ``c``; with ``reuse``, the results overwrite ``xs``.
 
-    A ``c`` of fp64 is not rounded to bf16 before it multiplies a bf16 tensor, and the product is bf16.
-
     >>> _mul_by_tensor(
     ...     [torch.tensor([1.0, 2.0]), torch.tensor([3.0])], torch.tensor(10.0), reuse=False
     ... )
     [tensor([10., 20.]), tensor([30.])]
     """
+    if _has_narrow(xs):
+        return _mul_narrow_by_tensor(xs, c, reuse=reuse)
     factors = _scalar_for_each(c, xs)
-    if not _has_narrow(xs):
-        return _foreach("mul", xs, _one_or_each(factors, xs), reuse=reuse)
+    return _foreach("mul", xs, _one_or_each(factors, xs), reuse=reuse)
+
+
+def _mul_narrow_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
+    """Return ``x * c`` in the dtypes of tensors ``x``, some of which are bf16 or fp16, and a 0-d tensor ``c``.
+
+    A ``c`` of fp64 is not rounded to bf16 before it multiplies.
+    """
     # Torch promotes dtypes among 0-d tensors: the product of a 0-d bf16 tensor and `c` would have the dtype of `c`.
     if [x for x in xs if x.dtype in _NARROW and x.ndim == 0]:
         return _in_wide(mul, xs, scalar=c, reuse=reuse)
+    factors = _scalar_for_each(c, xs)
     if not c.is_cpu:
         # A GPU rounds a 0-d factor to bf16 before it multiplies, 0.001 to 0.00099945, but not one of shape (1,).
         for index, x in enumerate(xs):
             if x.dtype in _NARROW:
                 factors[index] = factors[index].reshape(1)
-        if reuse:
-            return _tensorwise(Tensor.mul_, xs, factors)
-        return _tensorwise(lambda x, factor: (x * factor).to(x.dtype), xs, factors)
-    if reuse and _rounds_numbers(xs):  # on CPUs, foreach rounds `c` to bf16 before it multiplies
+    elif not reuse or not _rounds_numbers(xs):
+        return _foreach("mul", xs, _one_or_each(factors, xs), reuse=reuse)
+    # One by one, also on a CPU, where `_foreach_mul_` rounds `c` to bf16 before it multiplies.
+    if reuse:
         return _tensorwise(Tensor.mul_, xs, factors)
-    return _foreach("mul", xs, _one_or_each(factors, xs), reuse=reuse)
+    return _tensorwise(lambda x, factor: (x * factor).to(x.dtype), xs, factors)
 
 
 def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
