@@ -119,10 +119,15 @@ class Leaf:
     def __init__(
         self, key: str | int, numbers: Iterator[int], operation: Operation | None = None
     ) -> None:
-        # The name of an operand of the step, such as "state.trace", or the number of a result.
+        """Make the placeholder of an operand of the step, or of the results of an operation.
+
+        Args:
+            key: the name of an operand, such as "state.trace", or the number of a result: 0, 1, 2, ...
+            numbers: the next numbers for results. All placeholders of a step have the same iterator.
+            operation: the recorded operation that computes the results; None for an operand.
+        """
         self.key = key
-        self.numbers = numbers  # counts the results of a step
-        # The one that computes a result; None for an operand of the step.
+        self.numbers = numbers
         self.operation = operation
 
     @classmethod
@@ -500,7 +505,9 @@ class Values:
             for operand in operands:
                 operand.may_write = False
             return Value(results, may_write=False, is_wide=True)
-        reuse = self._is_free_after_this_use(operation.operands[0])
+        # This operation has not been counted yet, so the last use is 1. There are no counts before `run`.
+        is_last_use = self._remaining_uses.get(operation.operands[0].key) == 1
+        reuse = is_last_use and operands[0].may_write
         results = operation.function(*lists, *operation.scalars, reuse=reuse)
         if reuse:
             operands[0].may_write = False  # its storage is the result's now
@@ -522,10 +529,6 @@ class Values:
         value.is_wide = True
         return value
 
-    def _is_free_after_this_use(self, leaf: Leaf) -> bool:
-        """Return True if nothing needs the storage of a value after one more use, which has not been counted yet."""
-        return self._values[leaf.key].may_write and self._remaining_uses.get(leaf.key) == 1
-
     def was_cast(self, operand: Leaf) -> bool:
         """Return True if an operand has been read, and converting its dtype made new tensors for all leaves."""
         return self._values[operand.key].was_cast
@@ -533,8 +536,8 @@ class Values:
     def take(self, output: Leaf, operand: Leaf, beginning: str) -> list[Tensor]:
         """Return the tensors of a value that the step returns, such that no other output and no caller has them.
 
-        `leafwise` calls this method after `run` for each changed output. For a step that returns the same value as
-        update and as state, the first output gets a copy, and the last one the tensors themselves.
+        `leafwise` calls this method after `run` for each changed output. For ``return m, MomentumState(m)``, the update
+        gets a copy of ``m``, and the state, which is the last to use ``m``, the tensors themselves.
 
         Args:
             output: the placeholder of the value.
@@ -546,14 +549,15 @@ class Values:
         old_value = self._values[operand.key]
         if not _has_shape_of_leaf(output):  # such as ``u.sum()``
             _check_shapes(self.present, value.tensors, old_value.tensors, beginning)
-        is_free = self._is_free_after_this_use(output)
         self._remaining_uses[output.key] -= 1
-        if is_free:
-            value.may_write = False  # its storage is the output's now
+        is_last_use = self._remaining_uses[output.key] == 0
+        if is_last_use and value.may_write:
+            value.may_write = False  # they are the output's now
             return value.tensors
+        # Others need the tensors too: return a copy, in the tensors of the operand if nothing else needs those.
         if old_value.may_write and not self._remaining_uses.get(operand.key):
             old_value.may_write = False
-            return ew.copy(value.tensors, into=self._wide(operand).tensors)  # without new memory
+            return ew.copy(value.tensors, into=self._wide(operand).tensors)
         return ew.clone(value.tensors)
 
 
