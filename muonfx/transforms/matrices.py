@@ -11,8 +11,8 @@ from torch import Tensor
 
 from muonfx.core import Transform
 from muonfx.core.transform import within
-from muonfx.internal.tracing import matches
-from muonfx.transforms.matrix_pattern import Pattern, parse
+from muonfx.internal.tracing import is_traced, matches
+from muonfx.transforms.matrix_pattern import Division, Pattern, parse
 from muonfx.tree import Present, PyTree
 
 STACK = "... out in -> ... out in"
@@ -202,36 +202,59 @@ class Matrices:
         self.leaves: list[Tensor] = self.present.pick(values)
         self._patterns = _patterns_of(view, self.present, len(self.leaves))
         self._are_matrices = view.pattern is None and {leaf.ndim for leaf in self.leaves} <= {2}
+        self._divisions = self._find_divisions()
         self.stacks = self.split(self.leaves)  # the stacks of all tensors
+
+    def _find_divisions(self) -> list[Division | None]:
+        """Apply the pattern of each tensor to its shape; None for a tensor that is one matrix, without a pattern.
+
+        Tensors of one pattern and shape, such as the fused weights of all layers, share the result.
+
+        Raises:
+            ValueError: a tensor has fewer than two dims and no pattern, or its shape does not fit its pattern.
+        """
+        if self._are_matrices:
+            return []
+        divisions: list[Division | None] = []
+        division_of: dict[object, Division] = {}
+        can_be_shared = not is_traced()  # a shape with symbols cannot be hashed
+        for index, (pattern, leaf) in enumerate(zip(self._patterns, self.leaves, strict=True)):
+            if pattern is None:
+                if leaf.ndim < 2:
+                    raise ValueError(
+                        f"{self._name_and_shape(index, leaf)}, expected at least two dims: give vectors and scalars "
+                        "another transform, with muonfx.muon_with_adamw or muonfx.partition"
+                    )
+                divisions.append(None)
+                continue
+            key: object = index
+            if can_be_shared:
+                key = (pattern.text, leaf.shape)
+            if key not in division_of:
+                try:
+                    division_of[key] = pattern.division(leaf.shape)
+                except ValueError as error:
+                    raise ValueError(f"{self._name_and_shape(index, leaf)}: {error}") from None
+            divisions.append(division_of[key])
+        return divisions
 
     def split(self, leaves: list[Tensor]) -> list[Tensor]:
         """Split tensors with the shapes of the tensors in the tree; return the stacks (..., rows, columns) of all.
 
         Without a pattern, all dims after the first are flattened to one matrix: a convolution of shape (8, 4, 3, 3)
         becomes one matrix of shape (8, 36).
-
-        Raises:
-            ValueError: a tensor has fewer than two dims, or its shape does not fit its pattern.
         """
         if self._are_matrices:  # each tensor is one matrix as it is
             return leaves
         stacks: list[Tensor] = []
-        for index, (pattern, leaf) in enumerate(zip(self._patterns, leaves, strict=True)):
-            if pattern is not None:
-                try:
-                    stacks += pattern.split(leaf)
-                except ValueError as error:
-                    raise ValueError(f"{self._name_and_shape(index, leaf)}: {error}") from None
+        for division, leaf in zip(self._divisions, leaves, strict=True):
+            if division is not None:
+                stacks += division.split(leaf)
             elif leaf.ndim == 2:
                 stacks.append(leaf)
-            elif leaf.ndim > 2:
+            else:
                 # A product, not -1, which is ambiguous for an empty tensor.
                 stacks.append(leaf.reshape(leaf.shape[0], prod(leaf.shape[1:])))
-            else:
-                raise ValueError(
-                    f"{self._name_and_shape(index, leaf)}, expected at least two dims: give vectors and scalars "
-                    "another transform, with muonfx.muon_with_adamw or muonfx.partition"
-                )
         return stacks
 
     def _name_and_shape(self, index: int, leaf: Tensor) -> str:
@@ -249,13 +272,13 @@ class Matrices:
         if self._are_matrices:  # each stack is a whole tensor
             return stacks
         leaves: list[Tensor] = []
-        for pattern, stacks_of_leaf, leaf in zip(
-            self._patterns, self.grouped(stacks), self.leaves, strict=True
+        for division, stacks_of_leaf, leaf in zip(
+            self._divisions, self.grouped(stacks), self.leaves, strict=True
         ):
-            if pattern is None:  # one matrix, such as a flattened convolution
+            if division is None:  # one matrix, such as a flattened convolution
                 leaves.append(stacks_of_leaf[0].reshape(leaf.shape))
             else:
-                leaves.append(pattern.join(stacks_of_leaf, leaf.shape))
+                leaves.append(division.join(stacks_of_leaf))
         return leaves
 
     def grouped(self, stacks: list[Tensor]) -> list[list[Tensor]]:

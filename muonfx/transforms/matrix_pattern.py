@@ -59,6 +59,66 @@ class _Sized(NamedTuple):
     """The size of each name: {"q": 2, "k": 3, "in": 4}."""
 
 
+@dataclass
+class _Stack:
+    """One stack of matrices of a `Division`. The examples below are for ``in k``."""
+
+    part_index: int
+    """The index of the part of the tensor that it contains: 1 for k, of the parts q and k."""
+    order: list[int]
+    """For each axis of the stack, its index in the tensor: [1, 0]."""
+    lengths: list[int]
+    """The length of each axis of the stack: [4, 3]."""
+    shape: list[int]
+    """The shape, in which names in parentheses are one dim: [4, 3]."""
+
+
+@dataclass
+class Division:
+    """How a pattern divides tensors of one shape into stacks of matrices.
+
+    The examples below are for ``"(q=2 + k=3) in -> q in, in k"`` and the shape (5, 4).
+    """
+
+    shape: Sequence[int]
+    """The shape of the tensors."""
+    lengths: list[int]
+    """The length of each axis: [5, 4]."""
+    divided_axis: int
+    """The index of the axis that "+" divides into parts: 0. Without "+", axis 0 has one part, the whole tensor."""
+    part_lengths: list[int]
+    """The lengths of the parts along this axis: [2, 3]."""
+    stacks: list[_Stack]
+    """The stacks right of the arrow, ``q in`` and ``in k``."""
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Divide a tensor into its stacks of matrices (..., rows, columns)."""
+        # 1. Give each axis a dim of its own, and cut the divided axis into its parts, here q and k.
+        parts = tensor.reshape(self.lengths).split(self.part_lengths, dim=self.divided_axis)
+        # 2. Bring the axes of each part into the order of its stack, and merge those in parentheses, as in "(h d)".
+        matrices: list[Tensor] = []
+        for stack in self.stacks:
+            part = parts[stack.part_index].permute(stack.order)
+            matrices.append(part.reshape(stack.shape))
+        return matrices
+
+    def join(self, matrices: Sequence[Tensor]) -> Tensor:
+        """Undo `split`: join stacks of matrices into a tensor."""
+        # 1. Give each axis of a stack a dim of its own, and bring these dims into their order in the tensor.
+        part_at: dict[int, Tensor] = {}
+        for stack, matrices_of_stack in zip(self.stacks, matrices, strict=True):
+            # For each axis of the tensor, its index in the stack, which undoes `order`.
+            inverse_order = sorted(range(len(stack.order)), key=stack.order.__getitem__)
+            part_at[stack.part_index] = matrices_of_stack.reshape(stack.lengths).permute(
+                inverse_order
+            )
+        # 2. Concatenate the parts in their order left of the arrow, here q and k.
+        if len(part_at) == 1:  # the whole tensor, which is not copied
+            return part_at[0].reshape(self.shape)
+        parts = [part_at[index] for index in range(len(part_at))]
+        return torch.cat(parts, dim=self.divided_axis).reshape(self.shape)
+
+
 @dataclass(frozen=True)
 class Pattern:
     """A parsed pattern that divides tensors into matrices, such as ``"(qkv=3 out) in -> qkv out in"``; see `parse`."""
@@ -81,23 +141,7 @@ class Pattern:
         >>> [tuple(stack.shape) for stack in stacks]
         [(2, 4), (4, 3)]
         """
-        dims, results, size_of = self._sized(tensor.shape)
-        axes = _joined(dims)  # [("q", "k"), ("in",)]
-        # 1. Give each axis a dim of its own, and cut the axis that is divided by "+" into its parts, here q and k.
-        tensor = tensor.reshape(_lengths(axes, size_of))  # [5, 4]
-        divided = _divided_axis(axes)
-        part_sizes = [size_of[name] for name in axes[divided]]
-        parts = tensor.split(part_sizes, dim=divided)
-        # {"q": rows 0 to 1, "k": rows 2 to 4}
-        part_of = dict(zip(axes[divided], parts, strict=True))
-        # 2. Bring the axes of each part into the order of its result, and merge those in parentheses, as in "(h d)".
-        stacks: list[Tensor] = []
-        for result in results:
-            # The result ``in k`` needs the part k.
-            (part_name,) = part_of.keys() & set(_joined(result))
-            part = part_of[part_name].permute(_order(result, axes))
-            stacks.append(part.reshape(_shape(result, size_of)))
-        return stacks
+        return self.division(tensor.shape).split(tensor)
 
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Undo `split`: join stacks of matrices (..., rows, columns) into a tensor of this shape.
@@ -106,27 +150,36 @@ class Pattern:
         >>> pattern.join([torch.zeros(2, 4), torch.ones(4, 3)], (5, 4))[:, 0]
         tensor([0., 0., 1., 1., 1.])
         """
+        return self.division(shape).join(matrices)
+
+    def division(self, shape: Sequence[int]) -> Division:
+        """Apply the pattern to a shape: return how it divides all tensors of this shape.
+
+        Raises:
+            ValueError: the shape does not fit the pattern.
+        """
         dims, results, size_of = self._sized(shape)
-        axes = _joined(dims)
-        # 1. Give each axis of a stack a dim of its own, and bring these dims into their order in the tensor.
-        # By each name in it; a part of the divided axis is in one result only.
-        part_of: dict[str, Tensor] = {}
-        for result, stack in zip(results, matrices, strict=True):
-            names = _joined(result)
-            # [1, 0] for ``in k``: dim 0 of the stack is the axis 1 of the tensor
-            order = _order(result, axes)
-            # The permutation that undoes it: for each axis of the tensor, the dim of the stack that holds it.
-            inverse_order = sorted(range(len(order)), key=order.__getitem__)
-            sizes = [size_of[name] for name in names]
-            part = stack.reshape(sizes).permute(inverse_order)
-            for name in names:
-                part_of[name] = part
-        # 2. Concatenate the parts in their order left of the arrow, here q and k.
-        divided = _divided_axis(axes)
-        parts = [part_of[name] for name in axes[divided]]
-        if len(parts) == 1:  # the whole tensor, which is not copied
-            return parts[0].reshape(shape)
-        return torch.cat(parts, dim=divided).reshape(shape)
+        axes = _joined(dims)  # [("q", "k"), ("in",)] for ``(q + k) in``
+        divided_axis = _divided_axis(axes)
+        part_names = axes[divided_axis]  # ("q", "k")
+        stacks: list[_Stack] = []
+        for result in results:
+            names = _joined(result)  # ["in", "k"] for ``in k``
+            (part_name,) = set(part_names) & set(names)
+            stack = _Stack(
+                part_index=part_names.index(part_name),
+                order=_order(result, axes),
+                lengths=[size_of[name] for name in names],
+                shape=_shape(result, size_of),
+            )
+            stacks.append(stack)
+        return Division(
+            shape=shape,
+            lengths=_lengths(axes, size_of),
+            divided_axis=divided_axis,
+            part_lengths=[size_of[name] for name in part_names],
+            stacks=stacks,
+        )
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Return True if this pattern can divide a tensor of this shape into matrices."""
