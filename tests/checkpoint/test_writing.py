@@ -529,7 +529,7 @@ def test_many_saves_with_one_group_are_done_in_order(here: Here, tmp_path: Path)
         saving.wait()
     assert ck.verify(tmp_path / "one").step == 6
     dist.barrier(here.group)
-    # What is the same on all ranks is written once.
+    # Leaves that all ranks share are written once.
     assert len(list((tmp_path / "one").iterdir())) == 2
 
 

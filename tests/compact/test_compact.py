@@ -319,7 +319,7 @@ def test_momentum_stays_within_what_roundings_add_up_to(
             exact.update(grads, exact_state),
         )
         error = (updates["w"].double() - exact_state.trace["w"]).abs().max()
-        # What was stored before; this step's rounding shows in the next.
+        # The state stored before; the rounding of this step shows in the next.
         assert error <= decay * allowed + 1e-5
         allowed = decay * allowed + float(gaps * state.trace.scales["w"].max())
 

@@ -160,7 +160,7 @@ def test_more_steps_than_a_set_has_keep_short_stages(
     assert relative(gram, exact) < 2 * relative(plain, exact)
 
 
-# What torch derives products with.
+# Torch derives products with it.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_large_matrices_carry_tangents() -> None:
     x, t = torch.randn(
