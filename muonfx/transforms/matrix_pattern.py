@@ -328,7 +328,7 @@ class Pattern:
                 if name in self.sizes:
                     size_of[name] = self.sizes[name]
                 else:
-                    # The rest of the other parts: 8 - 5.
+                    # The size that the other parts leave: 8 - 5.
                     size_of[name] = length - self._known_length(axis)
         lengths = _lengths(dim, size_of)
         # As in ``(k + v=5)`` of size 4.
