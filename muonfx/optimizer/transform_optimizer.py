@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self, TypedDict, TypeVar, cast, overload
 
 import torch
@@ -679,7 +679,8 @@ class TransformOptimizer(Optimizer):
         is_before_first_step = (
             not torch.compiler.is_compiling() and self._current["initial"] is not None
         )
-        if is_before_first_step and not self._is_over_ranks(self._tracked_groups.named):
+        named = self._tracked_groups.named
+        if is_before_first_step and not self._is_over_ranks(named.values()):
             self._update_initial_state()
 
     def _show_all(self, named: NamedTensors) -> None:
@@ -761,7 +762,8 @@ class TransformOptimizer(Optimizer):
 
     def follow_model(self) -> None:
         """Use tensors that have replaced parameters now, as a step does first. All ranks must call this together."""
-        self._use_replacements(is_in_step=False)
+        with self._errors_to_waiting_ranks():
+            self._use_replacements(is_in_step=False)
         self._update_initial_state_alone()
 
     def _use_replacements(self, *, is_in_step: bool) -> None:
@@ -769,62 +771,63 @@ class TransformOptimizer(Optimizer):
 
         In a step, raise ValueError if only the replaced tensors have gradients, and not the new ones.
         """
+        self._adopt_state()  # first, so that tensors that the caller has assigned move with the state
         if self._tracked_groups.are_current(self._groups):  # usually
-            self._adopt_state()
             return
-        # An error of this rank is reported to the others, which would wait for it where they create the new state.
-        with construction(self._ranks_that_create_state):
-            # First, so that tensors that the caller has assigned move with the state.
-            self._adopt_state()
-            current_params = self._follow_groups()
-            if is_in_step:
-                self._parameters.require_new_gradients(current_params)
-            self._use_tensors(current_params)
+        current_params = self._follow_groups()
+        if is_in_step:
+            self._parameters.require_new_gradients(current_params)
+        self._use_tensors(current_params)
 
-    def _ranks_that_create_state(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks that create or move state together before the next step.
+    def _errors_to_waiting_ranks(self) -> AbstractContextManager[None]:
+        """Return a context for `_use_replacements`, whose errors are sent to other ranks where the state moves.
 
-        They do so for tensors that have replaced parameters, and for parameters that were put into the groups. Return
-        None if there are none, or if this process does it alone.
+        Otherwise they would wait for this rank, which has raised an error before it creates the new state.
         """
-        added = self._parameters.added_in(self._groups)
-        changed = [*self._parameters.moved(self._groups), *added.values()]
-        if not changed:
+        if torch.compiler.is_compiling() or not dist.is_initialized():
+            return nullcontext()
+        return construction(self._ranks_that_move_state)
+
+    def _ranks_that_move_state(self) -> dist.ProcessGroup | None:
+        """Return the process group of the ranks that move or create state together before the next step.
+
+        Return None if no state has to move, or if this process moves it alone.
+        """
+        tensors_to_follow = self._tensors_to_follow()
+        if not tensors_to_follow:
             return None
-        return group_of([*self._tracked_groups.named.values(), *changed], self._layout)
+        return group_of([*self._tracked_groups.named.values(), *tensors_to_follow], self._layout)
+
+    def _tensors_to_follow(self) -> list[Tensor]:
+        """Return the tensors for which state must be moved or created before the next step.
+
+        They have replaced parameters of another device, dtype or sharding, or were put into the groups.
+        """
+        moved = self._parameters.moved(self._groups)
+        added = self._parameters.added_in(self._groups)
+        return [*moved, *added.values()]
 
     def _use_replacements_alone(self) -> None:
-        """Read what the user has changed since the last step, as far as this rank can do it without the others.
+        """Use what the user has changed since the last step, as far as this rank can do it without the others.
 
-        These are entries of ``optimizer.state``, tensors that have replaced parameters, and weights that were loaded
-        before the first step. Over ranks, errors and changes that need all ranks are left to the next step. Until then,
-        only `param_groups` shows new tensors to which the state has to move.
+        The user may have edited ``optimizer.state`` or the groups, replaced parameters, and loaded weights before the
+        first step. Over ranks, changes for which all ranks move state together, and errors, are left to the next step.
         """
         try:
             self._adopt_state()
             if not self._tracked_groups.are_current(self._groups):
-                self._follow_groups_alone()
+                tensors_to_follow = self._tensors_to_follow()
+                if not tensors_to_follow or not self._is_over_ranks(tensors_to_follow):
+                    self._use_tensors(self._follow_groups())
             self._update_initial_state_alone()
         except (TypeError, ValueError):
-            # Groups or ``optimizer.state`` may have been edited wrongly on one rank only.
+            # The edits may be wrong on this rank only, while the others have gone on.
             if not self._stepping.is_over_ranks:
                 raise
 
-    def _follow_groups_alone(self) -> None:
-        """Use tensors that have replaced parameters, unless all ranks must create or move state together for them."""
-        must_add = bool(self._parameters.added_in(self._groups))
-        if must_add and self._stepping.is_over_ranks:
-            return
-        current_params = self._follow_groups()
-        if not self._must_move_over_ranks(current_params):
-            self._use_tensors(current_params)
-
-    def _must_move_over_ranks(self, current_params: NamedTensors) -> bool:
-        """Return True if all ranks must move the state together, such as after ``fully_shard(model)``."""
-        replaced = self._parameters.replaced(current_params)
-        # To another device, or sharded in another way.
-        must_move = not self._parameters.have_same_placement(replaced)
-        return must_move and self._is_over_ranks(current_params)
+    def _is_over_ranks(self, params: Iterable[Tensor]) -> bool:
+        """Return True if the state of parameters is over ranks, or will be, because they have become DTensors."""
+        return self._stepping.is_over_ranks or any(map(is_dtensor, params))
 
     def _follow_groups(self) -> NamedTensors:
         """Read groups that somebody has edited, and return the current tensor of each parameter by name.
@@ -854,10 +857,6 @@ class TransformOptimizer(Optimizer):
         else:
             self._move_state(named)
         self._parameters.track(named)  # as the tensors that have state
-
-    def _is_over_ranks(self, named: NamedTensors) -> bool:
-        """Return True if state over ranks is used, or will be, because parameters have become DTensors."""
-        return self._stepping.is_over_ranks or any(map(is_dtensor, named.values()))
 
     def _move_state(self, named: NamedTensors) -> None:
         """Create a state for tensors that have replaced parameters, and copy the values of the former state into it.
@@ -963,7 +962,7 @@ class TransformOptimizer(Optimizer):
         """Run a step and return the result of the closure."""
         loss: Any = None
         # The other ranks would wait for one that raises alone.
-        with self._stepping.errors_on_all_ranks():
+        with self._stepping.errors_on_all_ranks(), self._errors_to_waiting_ranks():
             if closure is not None:
                 loss = _evaluate(closure)
             # A traced graph is valid for the current parameters only.

@@ -808,6 +808,31 @@ def test_an_error_of_one_rank_is_raised_on_all_in_the_first_step_after_a_model_w
     assert ranks.item() == 2
 
 
+@on_ranks(2)
+def test_a_closure_that_raises_on_one_rank_is_an_error_on_all_in_the_step_that_moves_the_state(
+    here: Here,
+):
+    model = made()
+    optimizer = mfx.Muon(model)
+    fully_shard(model, mesh=here.mesh)
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.ones(3, 4)).square().sum()
+        loss.backward()
+        if here.rank == 1:
+            raise ValueError("a loss that is not finite")
+        return loss
+
+    began = time.monotonic()
+    error = ValueError if here.rank == 1 else sharding.ShardingError
+    with pytest.raises(error, match="a loss that is not finite"), quiet():
+        optimizer.step(closure)
+    assert time.monotonic() - began < 20
+    ranks = torch.ones(())  # a message that only one rank has sent would arrive in this all-reduce
+    dist.all_reduce(ranks, group=here.group)
+    assert ranks.item() == 2
+
+
 def wrong_shape(model: nn.Sequential, optimizer: mfx.TransformOptimizer) -> None:
     mesh = model[2].weight.device_mesh
     model[2].weight = nn.Parameter(distribute_tensor(torch.ones(3, 3), mesh, src_data_rank=None))
