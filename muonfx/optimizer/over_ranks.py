@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +130,18 @@ def _complete_layout(
     lacks_params = not params.keys() <= layout.specs.keys()
     if is_replicated and lacks_params:
         return replicated(all_params, layout.group or layout.size)
-    return layout
+    return _with_current_dtypes(layout, all_params)
+
+
+def _with_current_dtypes(layout: Layout, params: NamedTensors) -> Layout:
+    """Return a layout with the dtypes of the parameters, which may have been converted since the layout was made."""
+    specs = dict(layout.specs)
+    for name, param in params.items():
+        if name in specs:
+            specs[name] = specs[name]._replace(dtype=param.dtype)
+    if specs == layout.specs:
+        return layout
+    return replace(layout, specs=specs)
 
 
 class SteppingOverRanks(Stepping):
@@ -259,7 +271,7 @@ class SteppingOverRanks(Stepping):
         # No tensor, or of another shape.
         if placement is None or tuple(full_value.shape) != placement.shape:
             return leaf
-        full_value = full_value.to(self._device)
+        full_value = full_value.to(self._device, placement.dtype)
         # Of no parameter, such as a step count: every rank has it in full.
         if placement.name is None:
             return full_value

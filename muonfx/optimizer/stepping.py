@@ -258,7 +258,7 @@ class Stepping:
         """Return this rank's part of a full state tensor to replace ``leaf``, or ``leaf`` if the shapes differ."""
         if full_value.shape != leaf.shape:
             return leaf
-        return full_value.to(leaf.device)
+        return full_value.to(leaf.device, leaf.dtype)
 
     def full_leaf(self, index: int, leaf: Any) -> Any:
         """Return a leaf of the state in full. Over several ranks, all of them gather it together."""

@@ -143,14 +143,24 @@ Source = Position | KeptParameter
 
 
 class TrackedParameter(NamedTuple):
-    """A parameter with its shape, device and sharding at the time when its state was created or last moved."""
+    """A parameter with its shape, device, dtype and sharding when its state was created or last moved."""
 
     param: Tensor
     shape: torch.Size
     device: torch.device
-    placement: tuple[object, ...]
+    dtype: torch.dtype
+    sharding: object
+    """The mesh and the placements of a DTensor, or None for a plain tensor."""
     position: Position | None
     """Its position in a known model, or None, as for a copy that an engine has put into the groups."""
+
+    def fits_state_of(self, param: Tensor) -> bool:
+        """Return True if ``param`` has the device, dtype and sharding for which the state was created."""
+        return (
+            self.device == param.device
+            and self.dtype == param.dtype
+            and self.sharding == _sharding(param)
+        )
 
 
 class KnownModel(NamedTuple):
@@ -206,6 +216,12 @@ class TrackedParameters:
         """
         self.version = 0
         """How often `tracked` was changed, so that `GradientCheck` searches the models again after a change."""
+        self.follows_dtypes = True
+        """True if the state follows a parameter that is converted, as by ``model.double()``. False over ranks.
+
+        A rank may have converted it alone, and would wait for the others where the state moves.
+        """
+        self._has_warned_of_converted = False
         self.track(trained)
 
     @property
@@ -290,7 +306,7 @@ class TrackedParameters:
                     position = former_position
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
             self.tracked[name] = TrackedParameter(
-                param, param.shape, param.device, _placement(param), position
+                param, param.shape, param.device, param.dtype, _sharding(param), position
             )
             self._put_in_groups[name] = param
         self._remove_from_frozen(named)
@@ -343,13 +359,35 @@ class TrackedParameters:
     # ------------------------------------------------------------------------------------------ replaced parameters
 
     def are_current(self) -> bool:
-        """Return True if no parameter was replaced, resized or moved, as far as the models show."""
-        # After `param.data = param.data.cuda()`, the tensor object is the same, but on another device than recorded.
+        """Return True if no parameter was replaced, resized, moved or converted, as far as the models show."""
         for tracked in self.tracked.values():
-            if tracked.param.shape != tracked.shape or tracked.param.device != tracked.device:
+            if tracked.param.shape != tracked.shape or self._was_moved(tracked, tracked.param):
                 return False
         # After `fully_shard(model)`, the modules have other tensor objects.
         return not self._others_in_models()
+
+    def _was_moved(self, tracked: TrackedParameter, param: Tensor) -> bool:
+        """Return True if a parameter has another device than its state, or another dtype than when it was created.
+
+        After ``param.data = param.data.cuda()``, or ``model.double()``, it is the same tensor object.
+        """
+        if tracked.device != param.device:
+            return True
+        return self.follows_dtypes and tracked.dtype != param.dtype
+
+    def warn_of_converted(self, named: NamedTensors) -> None:
+        """Warn once of parameters that were converted to float64 over ranks, where the state keeps its dtypes."""
+        if self.follows_dtypes or self._has_warned_of_converted:
+            return
+        for name, param in named.items():
+            dtype = self.tracked[name].dtype
+            if param.dtype == torch.float64 and dtype != torch.float64:
+                self._has_warned_of_converted = True
+                warn_caller(
+                    f"{name!r} was converted from {dtype} to {param.dtype}, and the state keeps its dtypes: "
+                    "over ranks, convert the model before the optimizer is created"
+                )
+                return
 
     def _others_in_models(self) -> NamedTensors:
         """Return, by name, the tensors that modules now have in place of parameters of the optimizer.
@@ -374,17 +412,16 @@ class TrackedParameters:
         return {**named, **self._replaced_in_models(named)}
 
     def replaced(self, current: NamedTensors) -> NamedTensors:
-        """Return the tensors in ``current``, by name, that have replaced parameters, or were moved to another device.
+        """Return the tensors in ``current``, by name, that have replaced parameters, or were moved or converted.
 
-        For example, ``{"0.weight": dtensor}`` after ``fully_shard(model)``, which replaces the parameters. After
-        ``param.data = param.data.cuda()``, the tensor object is the same, but on another device: it is included, too.
-        The caller moves the optimizer state to these tensors. Raise ValueError if a shape has changed.
+        For example, ``{"0.weight": dtensor}`` after ``fully_shard(model)``. The caller moves the optimizer state to
+        these tensors. Raise ValueError if a shape has changed.
         """
         replaced: dict[str, Tensor] = {}
         for name, param in current.items():
             tracked = self.tracked[name]  # the parameter as it was when its state was created
             _require_same_shape(name, param, tracked)
-            if tracked.param is not param or param.device != tracked.device:
+            if tracked.param is not param or self._was_moved(tracked, param):
                 replaced[name] = param
         return replaced
 
@@ -415,9 +452,7 @@ class TrackedParameters:
 
     def have_same_placement(self, replaced: NamedTensors) -> bool:
         """Return True if each new tensor has the device, dtype and sharding of the parameter that it replaces."""
-        return all(
-            self.tracked[name].placement == _placement(param) for name, param in replaced.items()
-        )
+        return all(self.tracked[name].fits_state_of(param) for name, param in replaced.items())
 
     def moved(self, groups: Iterable[Group]) -> list[Tensor]:
         """Return the tensors in the models and the groups that have replaced parameters of another placement.
@@ -432,9 +467,8 @@ class TrackedParameters:
             tracked = self.tracked.get(name)
             if tracked is None:
                 continue
-            # As in `replaced`: `to_empty` changes the device of the same tensor object.
-            is_replaced = tracked.param is not param or tracked.device != param.device
-            if is_replaced and tracked.placement != _placement(param):
+            is_replaced = tracked.param is not param or self._was_moved(tracked, param)
+            if is_replaced and not tracked.fits_state_of(param):
                 moved.append(param)
         return moved
 
@@ -745,11 +779,11 @@ def _in_copies(sources: Mapping[str, Source], copies: Mapping[int, Any]) -> dict
     return copied_sources
 
 
-def _placement(param: Tensor) -> tuple[object, ...]:
-    """Return the device and dtype of a parameter, and how a DTensor is sharded over ranks, to compare them."""
+def _sharding(param: Tensor) -> object:
+    """Return the mesh and the placements of a DTensor, to compare them, and None for a plain tensor."""
     if is_dtensor(param):
-        return (param.device, param.dtype, param.device_mesh, param.placements)
-    return (param.device, param.dtype)
+        return (param.device_mesh, param.placements)
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------- gradients

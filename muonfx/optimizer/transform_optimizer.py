@@ -141,8 +141,9 @@ class TransformOptimizer(Optimizer):
     weights are loaded between construction and the first step, the first step initializes the state again from them.
 
     Replaced parameters: state is stored by parameter name. After construction, the model may be sharded, loaded with
-    ``assign=True``, moved to another device or materialized from meta, and an engine may put other tensors into
-    ``param_groups``. The next step uses the new tensors, and moves and reshards the state with them.
+    ``assign=True``, moved to another device, converted to another dtype or materialized from meta, and an engine may
+    put other tensors into ``param_groups``. The next step uses the new tensors, and moves and reshards the state with
+    them. After ``model.double()``, the state has the dtypes of a new optimizer's state, except over ranks.
 
     Args:
         params: a model, its ``named_parameters()``, a dict from names to tensors, or groups. A group is a dict with
@@ -275,7 +276,9 @@ class TransformOptimizer(Optimizer):
             raise TypeError(
                 "an optimizer over ranks cannot be copied: recreate it and load its state_dict()"
             )
-        self._adopt_edits()  # a copy does not have the earlier values by which edits are found
+        # A copy does not have the earlier values by which edits and replaced tensors are found.
+        self._use_replacements_alone()
+        self._tracked_groups.synchronize()  # the numbers in groups
         attributes: dict[str, Any] = {
             "donate_grads": self.donate_grads,
             "bucket_bytes": self.bucket_bytes,
@@ -305,13 +308,6 @@ class TransformOptimizer(Optimizer):
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         copied._parameters.follow_copies(self._parameters, memo)
         return copied
-
-    def _adopt_edits(self) -> None:
-        """Adopt everything that a caller has edited since the last step, except replaced parameters."""
-        self._adopt_state()  # the tensors in `optimizer.state`
-        self._tracked_groups.follow(self._groups, self._stepping.rules)  # the members of groups
-        self._update_initial_state_alone()  # the weights
-        self._tracked_groups.synchronize()  # the numbers in groups
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer from the attributes that `__getstate__` has returned.
@@ -637,6 +633,7 @@ class TransformOptimizer(Optimizer):
                 self._current["initial"], added_paths, named, state, former.state
             )
         self._stepping = stepping
+        self._parameters.follows_dtypes = not stepping.is_over_ranks
         self._current["state"] = state
         self._current["initial"] = initial
         self._show_all(named)
@@ -801,7 +798,7 @@ class TransformOptimizer(Optimizer):
     def _tensors_to_follow(self) -> list[Tensor]:
         """Return the tensors for which state must be moved or created before the next step.
 
-        They have replaced parameters of another device, dtype or sharding, or were put into the groups.
+        They have another device, dtype or sharding than the state, or were put into the groups.
         """
         moved = self._parameters.moved(self._groups)
         added = self._parameters.added_in(self._groups)
@@ -1008,6 +1005,8 @@ class TransformOptimizer(Optimizer):
             dtypes = {param.dtype for param in params.values()}
             if not NARROW_DTYPES.isdisjoint(dtypes):
                 self._rounding_check.check(self._stepping, groups.groups, params)
+            if torch.float64 in dtypes:
+                self._parameters.warn_of_converted(params)
             check_writable("step: params", params)
             self._gradient_check.check(params, gradients)
             # 3. Tensors that the caller has given for numbers, and has changed without effect.

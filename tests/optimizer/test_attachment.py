@@ -357,11 +357,103 @@ def test_a_lora_model_of_which_nothing_of_old_is_trained_is_an_error():
         optimizer.step()
 
 
+def converted(model: nn.Sequential, optimizer: mfx.Muon, dtype: torch.dtype, how: str) -> Any:
+    if how == "load_state_dict(assign=True)":
+        state = {name: value.to(dtype) for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    else:
+        model.to(dtype)
+    if how == "to(dtype), then copied":
+        return copy.deepcopy((model, optimizer))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(
+    "how", ["to(dtype)", "to(dtype), then copied", "load_state_dict(assign=True)"]
+)
+@pytest.mark.parametrize("new_dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.filterwarnings("ignore:weight decay has no effect")  # in bfloat16
+def test_the_state_of_a_converted_model_gets_the_dtypes_of_a_new_optimizers_state(
+    dtype: torch.dtype, new_dtype: torch.dtype, how: str, steps: int
+):
+    model = made().to(dtype)
+    optimizer = mfx.Muon(model)
+    for _ in range(steps):
+        backward(model)
+        optimizer.step()
+    trace = optimizer.state[model[0].weight]["muon.momentum.trace"].clone()
+    model, optimizer = converted(model, optimizer, new_dtype, how)
+    optimizer.state_dict()
+    new_state_dtype = torch.float64 if new_dtype == torch.float64 else torch.float32
+    new_trace = optimizer.state[model[0].weight]["muon.momentum.trace"]
+    assert new_trace.dtype == new_state_dtype
+    assert torch.equal(new_trace, trace.to(new_state_dtype))
+    before = [param.detach().clone() for param in model.parameters()]
+    backward(model)
+    optimizer.step()
+    for entries in optimizer.state.values():
+        assert {leaf.dtype for leaf in entries.values() if leaf.is_floating_point()} == {
+            new_state_dtype
+        }
+    for param, former in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(param, former)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
+@on_ranks(2)
+def test_a_model_that_is_converted_in_place_over_ranks_is_warned_of_once(here: Here, kind: str):
+    model = made()
+    layout = None
+    if kind == "replicated":
+        layout = sharding.replicated(dict(model.named_parameters()), here.group)
+    else:
+        fully_shard(model, mesh=here.mesh)
+    with quiet():
+        optimizer = mfx.Muon(model, layout=layout)
+    model.double()
+    for param in model.parameters():  # without forward, after which FSDP2 converts no model
+        param.grad = torch.ones_like(param)
+    with pytest.warns(
+        UserWarning, match=r"converted from torch\.float32 to torch\.float64"
+    ) as found:
+        optimizer.step()
+    assert len(found) == 1
+    optimizer.step()
+    assert optimizer.state[model[0].weight]["muon.momentum.trace"].dtype == torch.float32
+
+
+@on_ranks(2)
+def test_the_state_over_ranks_follows_parameters_of_another_dtype_that_replace_others(here: Here):
+    model = made()
+    layout = sharding.replicated(dict(model.named_parameters()), here.group)
+    tx = mfx.chain(
+        mfx.momentum(),
+        mfx.orthogonalize(),
+        mfx.normalize_neurons(),
+        mfx.scale_by_learning_rate(0.1),
+    )
+    model = model[0]
+    with quiet():
+        optimizer = mfx.TransformOptimizer({"0.weight": model.weight}, tx, layout=layout)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict()["state"][0])
+    weight = nn.Parameter(model.weight.detach().double())
+    optimizer.param_groups[0]["params"] = [weight]
+    followed = optimizer.state_dict()["state"][0]
+    assert followed["momentum.trace"].dtype == torch.float64
+    for key, leaf in saved.items():
+        assert torch.equal(whole(leaf).to(followed[key].dtype), whole(followed[key]))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.filterwarnings("ignore:weight decay has no effect")  # in bfloat16
-def test_a_model_may_be_converted_in_place_and_the_state_keeps_its_dtypes(dtype):
+def test_a_model_may_be_converted_in_place_and_a_pinned_state_keeps_its_dtypes(dtype):
     model = made()
-    optimizer = mfx.Muon(model)
+    tx = mfx.chain(mfx.momentum(dtype=torch.float32), mfx.scale_by_learning_rate(0.1))
+    optimizer = mfx.TransformOptimizer(model, tx)
     model.to(dtype)
     before = [param.detach().clone() for param in model.parameters()]
     kept = {key: leaf.dtype for key, leaf in optimizer.state[model[0].weight].items()}
