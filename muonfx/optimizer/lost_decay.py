@@ -130,7 +130,10 @@ def _lost_decays(
         # The rate and the decay of other groups are not read: tensors on the meta device have no values.
         if not names:
             continue
-        decay = float(tracked.group.get("weight_decay", 0.0))
+        # Otherwise no transform of the group reads the entry, which the user may have for another purpose.
+        if "weight_decay" not in tracked.numbers.keys:
+            continue
+        decay = float(tracked.group["weight_decay"])
         if decay == 0.0:
             continue
         # If the change at the largest rate is rounded away, so is the change at every other rate of the schedule.

@@ -185,6 +185,28 @@ def test_a_model_that_is_converted_is_not_warned_of_at_the_low_rate_of_a_warmup(
         optimizer.step()
 
 
+@pytest.mark.parametrize("value", ["0.1", None, [0.1], 1j, torch.ones(2)])
+@pytest.mark.parametrize("is_later", [False, True])
+def test_an_entry_weight_decay_that_no_transform_reads_is_the_users(value: Any, is_later: bool):
+    tx = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
+    model = nn.Linear(4, 4, dtype=torch.float32 if is_later else BF16)
+    optimizer = mfx.TransformOptimizer([{"params": model, "weight_decay": value}], tx)
+    model.to(BF16)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert repr(optimizer.param_groups[0]["weight_decay"]) == repr(value)
+
+
+@pytest.mark.parametrize("value", ["0.1", None, [0.1], 1j, torch.ones(2)])
+def test_a_wrong_weight_decay_of_bfloat16_parameters_is_refused_by_its_key(value: Any):
+    model = nn.Linear(4, 4, dtype=BF16)
+    with pytest.raises((TypeError, ValueError), match="weight_decay"):
+        mfx.TransformOptimizer(
+            [{"params": model, "weight_decay": value}], mfx.adamw(0.1, weight_decay=0.1)
+        )
+
+
 KEPT: dict[str, Callable[[], Any]] = {
     "float32": lambda: mfx.TransformOptimizer(nn.Linear(4, 4), mfx.adamw(1e-3, weight_decay=0.1)),
     "master_params": lambda: made(mfx.master_params(mfx.adamw(1e-3, weight_decay=0.1))),
