@@ -39,7 +39,7 @@ from muonfx.core import (
 )
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Position
-from muonfx.internal.arguments import plain_fields
+from muonfx.internal.arguments import is_real_number, plain_fields
 from muonfx.internal.tracing import as_start
 from muonfx.transforms._leaf import Leaf, Plan, Value, Values
 from muonfx.tree import Present, PyTree, device_of
@@ -194,7 +194,7 @@ class Number:
     start: float | Tensor = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.start, int | float | Tensor) or isinstance(self.start, bool):
+        if not is_real_number(self.start):
             raise TypeError(f"Number: start must be a number or a tensor, found {self.start!r}")
         # Infinity is the start of a least value.
         if isinstance(self.start, float) and math.isnan(self.start):

@@ -349,6 +349,12 @@ def made(step: Any, state: Any = (), **options: Any) -> mfx.Transform:
     return bad()
 
 
+@pytest.mark.parametrize("start", [True, 1j, "0.5", None, torch.tensor(True), torch.tensor(1j)])
+def test_a_number_that_starts_at_no_real_number_is_refused(start: Any):
+    with pytest.raises(TypeError, match="Number: start must be a number or a tensor, found"):
+        mfx.Number(start)
+
+
 @pytest.mark.parametrize(
     ("step", "state", "message"),
     [
