@@ -45,15 +45,21 @@ def _without_iterators(params: Any) -> Any:
 
     >>> _without_iterators([{"params": iter(["w", "b"]), "lr": 0.1}])
     [{'params': ['w', 'b'], 'lr': 0.1}]
+
+    An iterator that two groups have becomes a list of both, so that its parameters are found to be given twice.
     """
     if isinstance(params, Iterator):  # such as model.parameters()
         params = list(params)
     if not isinstance(params, list | tuple):  # a model, or a dict from names to tensors
         return params
+    list_of: dict[Iterator[Any], list[Any]] = {}
     items: list[Any] = []
     for item in params:
         if isinstance(item, dict) and isinstance(item.get("params"), Iterator):  # a param group
-            items.append({**item, "params": list(item["params"])})
+            iterator = item["params"]
+            if iterator not in list_of:
+                list_of[iterator] = list(iterator)
+            items.append({**item, "params": list_of[iterator]})
         else:
             items.append(item)
     return items

@@ -94,7 +94,13 @@ def params_of(group: object) -> Any:
         raise ValueError(
             f"a param group must have the key 'params', found {format_list(list(entries))}"
         )
-    return entries["params"]
+    params = entries["params"]
+    if not _can_be_parameters(params):
+        raise TypeError(
+            "'params' of a param group must be a model, named parameters, or a dict from names to tensors, found "
+            f"{type(params).__name__}"
+        )
+    return params
 
 
 def require_parameters(params: object) -> None:
@@ -102,7 +108,7 @@ def require_parameters(params: object) -> None:
 
     If it is a learning rate or a transform, the error shows the right order of arguments: ``Muon(model, lr=0.1)``.
     """
-    if isinstance(params, nn.Module | Mapping | Iterable) and not isinstance(params, str):
+    if _can_be_parameters(params):
         return
     advice = ""
     if isinstance(params, Transform):
@@ -113,6 +119,11 @@ def require_parameters(params: object) -> None:
         "params must be a model, model.named_parameters(), or a dict from names to tensors, found "
         f"{type(params).__name__}{advice}"
     )
+
+
+def _can_be_parameters(params: object) -> bool:
+    """Return True for a model and for a container. Its items are not checked."""
+    return isinstance(params, nn.Module | Iterable) and not isinstance(params, str)
 
 
 def divide(named: NamedTensors, names: Container[str]) -> tuple[NamedTensors, NamedTensors]:
@@ -186,7 +197,12 @@ def _require_tensors(params: Mapping[str, object]) -> None:
         advice = ""
         if "params" in params:
             advice = ": give a group in a list, as in [{'params': model}]"
-        raise TypeError(f"params: {name!r} must be a tensor, found {type(value).__name__}{advice}")
+        raise _no_tensor(name, value, advice)
+
+
+def _no_tensor(name: object, value: object, advice: str = "") -> TypeError:
+    """Return an error for a named parameter that is no tensor, such as ``("bias", None)``."""
+    return TypeError(f"params: {name!r} must be a tensor, found {type(value).__name__}{advice}")
 
 
 def with_known_names(pairs: NamedPairs, known: Mapping[Tensor, str]) -> NamedPairs:
@@ -220,13 +236,11 @@ def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, 
                 "that was made after the model was sharded or changed"
             )
         return known[item], item
-    if (
-        isinstance(item, tuple)
-        and len(item) == 2
-        and isinstance(item[0], str)
-        and isinstance(item[1], Tensor)
-    ):
-        return item
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+        name, value = item
+        if not isinstance(value, Tensor):
+            raise _no_tensor(name, value)
+        return name, value
     raise TypeError(
         f"expected named parameters, found {type(item).__name__}: pass the model, model.named_parameters(), or model= "
         "with the tensors, because labels, masks and checkpoints use names. If a program passes model.parameters() "

@@ -234,7 +234,8 @@ class TransformOptimizer(Optimizer):
             named.update(group["params"])
         if not named:
             raise ValueError(
-                "params: found no parameters; pass a model that has some, or model.named_parameters()"
+                "params: found no parameters; pass a model that has some, or model.named_parameters(), which can be "
+                "read only once"
             )
         warn_of_empty_groups(groups, model)
         # 2. Find the transforms of each parameter. Frozen parameters, and those with the label None, have none.

@@ -417,6 +417,71 @@ def test_tensors_without_names_are_routed_and_stepped_as_their_model_is() -> Non
         assert all(map(torch.equal, models[0].parameters(), model.parameters()))
 
 
+WRONG_PARAMS: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
+    "None in a group": (
+        lambda model: [{"params": None}],
+        TypeError,
+        "'params' of a param group must be a model, .* found NoneType",
+    ),
+    "a number in a group": (
+        lambda model: [{"params": 3}],
+        TypeError,
+        "'params' of a param group must be a model, .* found int",
+    ),
+    "a name in a group": (
+        lambda model: [{"params": "weight"}],
+        TypeError,
+        "'params' of a param group must be a model, .* found str",
+    ),
+    "empty groups": (
+        lambda model: [{"params": []}, {"params": []}],
+        ValueError,
+        "found no parameters; pass a model that has some",
+    ),
+    "an iterator that was read before": (
+        lambda model: iter(()),
+        ValueError,
+        r"model\.named_parameters\(\), which can be read only once",
+    ),
+    "an iterator in two groups": (
+        lambda model: [{"params": named} for named in [model.named_parameters()] * 2],
+        ValueError,
+        "'weight' is given twice",
+    ),
+    "a pair of a name and None": (
+        lambda model: [*model.named_parameters(), ("bias", None)],
+        TypeError,
+        "params: 'bias' must be a tensor, found NoneType",
+    ),
+    "a name with None": (
+        lambda model: {"weight": model.weight, "bias": None},
+        TypeError,
+        "params: 'bias' must be a tensor, found NoneType",
+    ),
+    "a name with None in a group": (
+        lambda model: [{"params": {"weight": model.weight, "bias": None}}],
+        TypeError,
+        "params: 'bias' must be a tensor, found NoneType",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PARAMS)
+def test_wrong_params_are_refused_by_their_place_in_the_groups(wrong: str) -> None:
+    make, error, message = WRONG_PARAMS[wrong]
+    model = nn.Linear(2, 2, bias=False)
+    with pytest.raises(error, match=message):
+        mfx.TransformOptimizer(make(model), mfx.adamw(0.1))
+
+
+@pytest.mark.parametrize("params", [None, 3, "weight"])
+def test_wrong_params_of_an_added_group_are_refused(params: Any) -> None:
+    optimizer = mfx.TransformOptimizer(nn.Linear(2, 2), mfx.adamw(0.1))
+    with pytest.raises(TypeError, match="'params' of a param group must be a model"):
+        optimizer.add_param_group({"params": params})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_tensors_without_names_are_refused_where_no_model_names_them() -> None:
     model = net()
     expected = r"expected named parameters, found Parameter: .*model=.*configure_optimizers.*ZeroRedundancyOptimizer"
