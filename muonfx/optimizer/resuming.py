@@ -24,6 +24,7 @@ from muonfx.optimizer.group_numbers import (
     fitted,
     own_copies,
     require_in_range,
+    tensors_in,
     with_python_numbers,
 )
 
@@ -160,8 +161,14 @@ def require_numbers_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) 
 
     For example, the "lr" of a state dict that was read from YAML may be the text "1e-3".
     """
-    # Raises if one is no number.
-    numbers = tracked.numbers.parse(entries_to_load(tx, tracked, saved))
+    entries = entries_to_load(tx, tracked, saved)
+    for key, value in entries.items():
+        if any(tensor.is_meta for tensor in tensors_in(value)):
+            raise ValueError(
+                f"nothing was loaded: {key!r} of group {tracked.group.get('label')!r} of the state dict is on the meta "
+                "device, expected a tensor with values"
+            )
+    numbers = tracked.numbers.parse(entries)  # raises if one is no number
     require_in_range(tx, tracked.numbers.hyperparams, numbers, hyperparams(tx))
 
 

@@ -159,7 +159,8 @@ def _without_names(problem: str) -> ValueError:
     """Return an error for a state dict without names of parameters, which the order does not replace."""
     return ValueError(
         f"nothing was loaded: the state dict has no 'param_names' to find parameters by, and {problem}; if another "
-        "optimizer saved it, such as AdamW, load the weights only, and start with a new state"
+        "optimizer saved it, such as AdamW, load the weights only, and start with a new state, or convert its state by "
+        "muonfx.checkpoint.convert.read"
     )
 
 
@@ -356,6 +357,7 @@ def read_state_dict(
             f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(state_dict)}"
         )
     _require_dicts(state_dict)
+    _require_own_keys(state_dict, entries)
     # 1. The saved group of each group.
     saved_groups = groups_with_names(state_dict["param_groups"], groups, rename or {})
     matched_groups = match_groups(saved_groups, groups, not_trained)
@@ -424,6 +426,44 @@ def _require_dicts(state_dict: Mapping[str, Any]) -> None:
         params = cast("Mapping[str, Any]", saved).get("params")
         if not isinstance(params, list | tuple):
             raise _other_type(f"'params' of group {number}", params, "a list")
+
+
+_KEYS_OF_TORCH = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer"})
+"""The keys that optimizers of torch, and others like them, have in the state of a parameter."""
+
+
+def _require_own_keys(state_dict: Mapping[str, Any], entries: StateEntries) -> None:
+    """Raise ValueError if another optimizer, such as torch.optim.AdamW, has saved a state dict.
+
+    Its state has keys such as "exp_avg", which this optimizer's ``entries`` have not.
+    """
+    keys_of_others = set(_KEYS_OF_TORCH)
+    for leaf in entries.leaves:
+        keys_of_others.discard(leaf.key)
+    for saved in state_dict["state"].values():
+        for key in saved:
+            if key in keys_of_others:
+                raise _of_another_optimizer(key, state_dict["param_groups"])
+
+
+def _of_another_optimizer(key: str, saved_groups: SavedGroups) -> ValueError:
+    """Return an error for a state dict that has a key such as "exp_avg", with the call that converts it.
+
+    SGD has "dampening" in its groups. No converter reads its state.
+    """
+    if any("dampening" in saved for saved in saved_groups):
+        advice = "muonfx.checkpoint.convert reads no state of SGD: load the weights only, and start with a new state"
+    else:
+        is_of_keller = any("use_muon" in saved for saved in saved_groups)
+        format_name = "keller" if is_of_keller else "torch"
+        advice = (
+            f"convert it: state = muonfx.checkpoint.convert.read({format_name!r}, state_dict, optimizer.tx, "
+            "dict(model.named_parameters()), names=[names of its parameters in their order]), then "
+            "optimizer.load_transform_state(state)"
+        )
+    return ValueError(
+        f"nothing was loaded: another optimizer saved the state dict, because its state has {key!r}; {advice}"
+    )
 
 
 def _other_type(part: str, value: object, expected: str) -> TypeError:

@@ -1005,6 +1005,68 @@ def test_the_state_dict_of_adamw_is_refused_with_advice():
         optimizer.load_state_dict(saved, rename={"0": "layers.0"})
 
 
+@pytest.mark.parametrize("has_names", [False, True])
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "SGD"])
+def test_the_state_of_another_optimizer_is_refused_with_the_call_that_converts_it(
+    name: str, has_names: bool
+):
+    model = nn.Linear(4, 4, bias=False)
+    params = [*model.named_parameters()] if has_names else [*model.parameters()]
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    other: torch.optim.Optimizer = getattr(torch.optim, name)(params, **options)
+    model.weight.grad = torch.ones_like(model.weight)
+    other.step()
+    state_dict = other.state_dict()
+    tx = mfx.adamw(0.1) if name == "AdamW" else mfx.chain(mfx.momentum(), mfx.scale(-0.1))
+    optimizer = mfx.TransformOptimizer(model, tx)
+    if name == "SGD":
+        with pytest.raises(ValueError, match=r"'momentum_buffer'; .* reads no state of SGD"):
+            optimizer.load_state_dict(state_dict)
+        return
+    with pytest.raises(ValueError, match=r"another optimizer saved .*convert\.read\('torch', .*"):
+        optimizer.load_state_dict(state_dict)
+    # As the message advises.
+    named = dict(model.named_parameters())
+    state = mfx.checkpoint.convert.read("torch", state_dict, optimizer.tx, named, names=["weight"])
+    optimizer.load_transform_state(state)
+    leaves = [*optimizer.state[model.weight].values()]
+    for saved_leaf in state_dict["state"][0].values():
+        assert any(torch.equal(saved_leaf, leaf.to(saved_leaf.dtype)) for leaf in leaves)
+
+
+@pytest.mark.filterwarnings("ignore:each step would increase the loss")
+def test_a_transform_with_the_keys_of_another_optimizer_loads_its_own_state():
+    @mfx.leafwise
+    def decayed_sum() -> Any:
+        def step(update: Any, state: Any) -> Any:
+            total = 0.9 * state["momentum_buffer"] + update
+            return total, {"momentum_buffer": total}
+
+        return {"momentum_buffer": mfx.Slot()}, step
+
+    optimizer = mfx.TransformOptimizer(nn.Linear(2, 2), decayed_sum())
+    assert "momentum_buffer" in next(iter(optimizer.state.values()))
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("key", ["lr", "betas", "my_key"])
+def test_a_saved_number_on_the_meta_device_is_refused_with_its_group(key: str):
+    optimizer = mfx.TransformOptimizer(nn.Linear(2, 2), mfx.adamw(0.1))
+    state_dict = optimizer.state_dict()
+    meta = torch.tensor(0.5, device="meta")
+    state_dict["param_groups"][0][key] = (0.9, meta) if key == "betas" else meta
+    before = dict(optimizer.param_groups[0])
+    for load in (
+        lambda: optimizer.load_state_dict(state_dict),
+        lambda: optimizer.load_transform_state(
+            optimizer.transform_state, state_dict["param_groups"]
+        ),
+    ):
+        with pytest.raises(ValueError, match=rf"'{key}' of group None .* on the meta device"):
+            load()
+    assert optimizer.param_groups[0] == before
+
+
 def test_a_state_dict_of_another_chain_or_model_is_refused_with_advice():
     saved = mfx.TransformOptimizer(nn.Linear(4, 4), mfx.adamw(0.1)).state_dict()
     clipped = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.adamw(0.1))
