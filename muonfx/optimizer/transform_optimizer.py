@@ -533,25 +533,27 @@ class TransformOptimizer(Optimizer):
         """
         check_usable(named, self._layout)
         _, others = divide(not_trained, named)
-
-        def create(trained: NamedTensors, others: NamedTensors) -> Stepping:
-            return stepping_for(
-                tx,
-                trained,
-                others,
-                self._layout,
-                self._settings,
-                self.bucket_bytes,
-                self._callers_tensors,
-            )
-
-        stepping = create(named, others)
+        stepping = self._stepping_without_labels(tx, named, others)
         # Its rules have the parameters with the label None, such as "b" in ``partition(transforms, {"b": None})``.
         names_left_out = {name for name, rule in stepping.rules.items() if rule.is_left_out}
         if not names_left_out:
             return stepping
         left_out, trained = divide(named, names_left_out)
-        return create(trained, {**others, **left_out})
+        return self._stepping_without_labels(tx, trained, {**others, **left_out})
+
+    def _stepping_without_labels(
+        self, tx: Transform, trained: NamedTensors, others: NamedTensors
+    ) -> Stepping:
+        """Return the object that steps on all parameters in ``trained``, whatever their labels. Both are by name."""
+        return stepping_for(
+            tx,
+            trained,
+            others,
+            self._layout,
+            self._settings,
+            self.bucket_bytes,
+            self._callers_tensors,
+        )
 
     # -------------------------------------------------------------------------------------------------------- state
 
