@@ -101,18 +101,23 @@ def _named_by_path(saved_groups: SavedGroups, groups: Sequence[TrackedGroup]) ->
     ... )
     [{'params': ['bias', 'weight'], 'param_names': ['bias', 'weight']}]
     """
-    paths = [path for saved in saved_groups for path in saved.get("params", ())]
-    # Numbers, as state_dict() returns them.
-    if not paths or not all(isinstance(path, str) for path in paths):
+    paths: list[Any] = []
+    for saved in saved_groups:
+        paths += saved.get("params", ())
+    has_paths = bool(paths) and all(isinstance(path, str) for path in paths)
+    if not has_paths:  # numbers, as state_dict() returns them
         return saved_groups
     names = _names_in(groups)
     # Compare without the prefixes of wrappers, such as "module." of DistributedDataParallel.
     plain_paths = set(unwrapped(paths).values())
-    # All names of this optimizer are among the paths.
-    if plain_paths.issuperset(unwrapped(names).values()):
-        return [{**saved, "param_names": list(saved["params"])} for saved in saved_groups]
-    _require_same_order(_saved_names_in(saved_groups), names, paths[0])
-    return saved_groups
+    plain_names = set(unwrapped(names).values())
+    if not plain_names <= plain_paths:
+        _require_same_order(_saved_names_in(saved_groups), names, paths[0])
+        return saved_groups
+    named_groups: list[Group] = []
+    for saved in saved_groups:
+        named_groups.append({**saved, "param_names": list(saved["params"])})
+    return named_groups
 
 
 def _require_same_order(saved_names: Sequence[str], names: Sequence[str], path: str) -> None:
@@ -531,10 +536,15 @@ def _other_keys(entries: StateEntries, saved_state_of: Mapping[str, Group]) -> l
     """
     lines: list[str] = []
     for name, leaf_of_key in entries.leaves_of.items():
-        if name in saved_state_of:
-            keys, saved_keys = leaf_of_key.keys(), saved_state_of[name].keys()
-            lines += [f"{name!r} has no {key!r}" for key in keys - saved_keys]
-            lines += [f"{name!r} has an unexpected {key!r}" for key in saved_keys - keys]
+        if name not in saved_state_of:
+            continue
+        saved_entries = saved_state_of[name]
+        for key in leaf_of_key:
+            if key not in saved_entries:
+                lines.append(f"{name!r} has no {key!r}")
+        for key in saved_entries:
+            if key not in leaf_of_key:
+                lines.append(f"{name!r} has an unexpected {key!r}")
     return lines
 
 
