@@ -652,6 +652,24 @@ class Transform(Recorded):
         )
 
 
+class Arguments(NamedTuple):
+    """The arguments of one call of a transform's ``update``."""
+
+    updates: PyTree
+    """The gradients or incoming updates on this rank. A None leaf gets no update."""
+    state: PyTree
+    params: PyTree
+    """The parameters on this rank, or None if they were not given."""
+    donate: Donation
+    extras: Mapping[str, Any]
+    """The extra arguments for the transforms, such as ``value=loss``."""
+
+    @property
+    def like(self) -> PyTree:
+        """The parameters if they were given, else the updates: the tree that gives names and shapes."""
+        return self.updates if self.params is None else self.params
+
+
 class Outermost(Transform):
     """A transform that must be the outermost one: ``wrapper(sharded(tx))`` is converted to ``sharded(wrapper(tx))``."""
 

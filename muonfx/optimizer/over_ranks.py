@@ -14,6 +14,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.core.transform import Arguments
 from muonfx.optimizer.group_numbers import CallersTensors, TrackedGroup
 from muonfx.optimizer.local_values import (
     Load,
@@ -24,7 +25,7 @@ from muonfx.optimizer.local_values import (
 )
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors
 from muonfx.optimizer.stepping import FormerState, Stepping, add_in_place
-from muonfx.placement.arguments import Arguments, meta_like
+from muonfx.placement.devices import meta_like
 from muonfx.placement.offload import store_of
 from muonfx.polar.hardware import cpu_has_amx
 from muonfx.sharding.binding import Binding, Progress

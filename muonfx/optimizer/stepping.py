@@ -22,7 +22,7 @@ from muonfx.core.donation import Donation, unshared
 from muonfx.core.extras import check_values_of_extras
 from muonfx.core.hyperparams import as_tensors, hyperparams
 from muonfx.core.patterns import warn_of_unmatched
-from muonfx.core.transform import check_extras, patterns_in
+from muonfx.core.transform import Arguments, check_extras, patterns_in
 from muonfx.core.value import numbers_of, prepared, with_numbers
 from muonfx.core.visit import Visit, visit
 from muonfx.optimizer.by_groups import (
@@ -45,7 +45,6 @@ from muonfx.optimizer.group_numbers import (
 from muonfx.optimizer.local_values import Load, apart_from, on_this_rank
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors
 from muonfx.optimizer.update_rules import update_rules_of
-from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import PlacedTransforms, Where

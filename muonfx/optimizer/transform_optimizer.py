@@ -24,7 +24,7 @@ from muonfx.core.chain_differences import CHAINS
 from muonfx.core.checks import warn_caller
 from muonfx.core.donation import check_writable
 from muonfx.core.hyperparams import check_numbers, with_hyperparams
-from muonfx.core.transform import require_transform
+from muonfx.core.transform import Arguments, require_transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.internal.renaming import Rename
@@ -76,7 +76,6 @@ from muonfx.optimizer.tracked_parameters import (
 )
 from muonfx.optimizer.update_rules import UpdateRules, distinct_rules, warn_of_ascent
 from muonfx.optimizer.whole_state import checked_state, copy_state, require_tensors
-from muonfx.placement.arguments import Arguments
 from muonfx.sharding.communication.waiting import construction
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings

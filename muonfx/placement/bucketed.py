@@ -15,9 +15,8 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation, Transform
 from muonfx.core.donation import NOTHING
-from muonfx.core.transform import EmptyState
+from muonfx.core.transform import Arguments, EmptyState
 from muonfx.core.visit import Placeholder, record_calls, stand_in
-from muonfx.placement.arguments import Arguments, device_of
 from muonfx.placement.buckets import (
     BucketedState,
     can_be_divided,
@@ -28,6 +27,7 @@ from muonfx.placement.buckets import (
     store_away,
     stored_again,
 )
+from muonfx.placement.devices import device_of
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.tree import PyTree, Structure
 from muonfx.tree.members import parameters_of

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation
-from muonfx.placement.arguments import device_of, meta_like
+from muonfx.placement.devices import device_of, meta_like
 from muonfx.placement.store import IN_MEMORY, Store, release
 from muonfx.placement.transfer import BucketTransfer
 from muonfx.tree import PyTree

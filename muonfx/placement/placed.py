@@ -38,7 +38,6 @@ from muonfx.core.visit import (
     sums_over_leaves,
 )
 from muonfx.internal.display import Report, Row, Table
-from muonfx.placement.arguments import meta_like
 from muonfx.placement.bucketed import (
     StateDivision,
     StateParameters,
@@ -49,6 +48,7 @@ from muonfx.placement.bucketed import (
     whole_in_store,
     with_own_state_in_store,
 )
+from muonfx.placement.devices import meta_like
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.polar import Workspace
 from muonfx.tree import PyTree

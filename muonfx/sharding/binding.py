@@ -18,10 +18,10 @@ from muonfx.core import Donation, Transform, checks
 from muonfx.core.chain import chain_entries
 from muonfx.core.donation import NOTHING
 from muonfx.core.extras import sum_over_leaves
-from muonfx.core.transform import stacked
+from muonfx.core.transform import Arguments, stacked
 from muonfx.core.visit import Visit, stand_in, visit, with_inner
-from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.bucketed import StateParameters
+from muonfx.placement.devices import meta_like
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import Store
 from muonfx.sharding.communication.agree import warn_together

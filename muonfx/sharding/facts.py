@@ -17,7 +17,7 @@ from muonfx.core import Transform, checks
 from muonfx.core.argument_texts import text_of
 from muonfx.core.precision import product_dtypes, product_libraries
 from muonfx.core.value import Recorded
-from muonfx.placement.arguments import meta_like
+from muonfx.placement.devices import meta_like
 from muonfx.placement.placed import execution_of
 from muonfx.placement.store import IN_MEMORY
 from muonfx.sharding.binding import Binding

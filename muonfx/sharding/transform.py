@@ -24,6 +24,7 @@ from muonfx.core.extras import check_values_of_extras
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.schedules import Schedule
 from muonfx.core.transform import (
+    Arguments,
     Declaration,
     Outermost,
     check_extras,
@@ -34,7 +35,6 @@ from muonfx.core.transform import (
 )
 from muonfx.core.value import Memory, make_factory, with_memory
 from muonfx.internal.tracing import without_transforms
-from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import ApplyToParams

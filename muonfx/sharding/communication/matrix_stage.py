@@ -53,9 +53,10 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.placement.arguments import Arguments, device_of
+from muonfx.core.transform import Arguments
 from muonfx.placement.bucketed import StateParameters
 from muonfx.placement.buckets import BucketedState, init_in_buckets
+from muonfx.placement.devices import device_of
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.sharding.communication.messages import Exchange, copied, lists_by_rank
 from muonfx.sharding.plan.assignment import RunPlan
