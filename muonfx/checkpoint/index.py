@@ -447,7 +447,7 @@ def to_json(value: Any, name: str) -> Any:
         name: the name of the value, for an error. Names of inner values are below it: "scheduler/base_lrs/0".
 
     Raises:
-        TypeError: the value, or one in it, is of another type; the message has its name.
+        TypeError: the value, or one in it, is of another type or on the meta device; the message has its name.
 
     >>> to_json({"lr": 0.1, "betas": (0.9, 0.95), "best": float("inf")}, "group")
     {'lr': 0.1, 'betas': {'~tuple': [0.9, 0.95]}, 'best': {'~float': 'inf'}}
@@ -466,6 +466,8 @@ def to_json(value: Any, name: str) -> Any:
         return items if value_type is list else {"~tuple": items}
     if value_type in (dict, OrderedDict, Counter):
         return _dict_to_json(value, name)
+    if isinstance(value, Tensor) and value.is_meta:
+        raise TypeError(f"{name!r} is on the meta device, expected a tensor with values")
     # A rate may be a tensor of shape () or (1,), and a schedule may have a table with a rate for each step.
     if (
         isinstance(value, Tensor)

@@ -843,6 +843,15 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_written(
     assert not (tmp_path / "here").exists()
 
 
+@pytest.mark.parametrize("key", ["mine", "lr"])
+def test_a_number_on_the_meta_device_is_named_and_nothing_is_written(tmp_path: Path, key: str):
+    optimizer = mfx.TransformOptimizer({W: torch.ones(2, 3)}, mfx.adamw(0.1))
+    optimizer.param_groups[0][key] = torch.tensor(0.5, device="meta")
+    with pytest.raises((TypeError, ValueError), match=rf"{key}.* on the meta device"):
+        ck.save(tmp_path / "here", optimizer)
+    assert not (tmp_path / "here").exists()
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
