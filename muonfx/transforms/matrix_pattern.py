@@ -243,9 +243,12 @@ class Pattern:
         the result is ``Units((8, 16), "units (k=3 + v=5) in=16 -> units k in, units v in", False)``. The comments
         continue this example.
         """
-        if 0 in shape or not self.fits(shape):
+        if 0 in shape:
             return None
-        dims, results, size_of = self._sized(shape)
+        try:
+            dims, results, size_of = self._sized(shape)
+        except ValueError:  # the shape does not fit
+            return None
 
         # A unit begins with the first axis that belongs to rows or columns of a matrix, here (k + v). The axes before
         # it, here heads, count the units.

@@ -176,13 +176,13 @@ class AttentionHeads:
         # Where each group of factors begins in the vector: those of the queries at 0, then the groups below.
         first_key = self.heads
         first_rotary = first_key + self.keys
-        unchanged = first_rotary + self.heads
+        unclipped = first_rotary + self.heads
         # A fused weight has one block of rows for each query, key and value head: q0, q1, k0 and v0 for 2 query heads
         # and 1 key head. With dims, it has one block for each query or key head, which contains these dims.
         is_fused = self.query == self.key
         number_if_fused = self.heads + 2 * self.keys
 
-        positions = torch.full((size,), unchanged, device=device)  # first of all, no row changes
+        positions = torch.full((size,), unclipped, device=device)  # first of all, no row changes
         if "query" in roles:
             spans = [self.query_dims, self.rotary_dims]
             if is_fused and self.query_dims is None:
