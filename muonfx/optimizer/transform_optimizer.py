@@ -140,9 +140,8 @@ class TransformOptimizer(Optimizer):
     weights are loaded between construction and the first step, the first step initializes the state again from them.
 
     Replaced parameters: state is stored by parameter name. After construction, the model may be sharded, loaded with
-    ``assign=True``, moved to another device, converted to another dtype or materialized from meta, and an engine may
-    put other tensors into ``param_groups``. The next step uses the new tensors, and moves and reshards the state with
-    them. After ``model.double()``, the state has the dtypes of a new optimizer's state, except over ranks.
+    ``assign=True``, moved to another device, converted (in one process) or materialized from meta, and an engine may
+    put other tensors into ``param_groups``. The next step moves, converts and reshards the state with them.
 
     Args:
         params: a model, its ``named_parameters()``, a dict from names to tensors, or groups. A group is a dict with
@@ -179,12 +178,10 @@ class TransformOptimizer(Optimizer):
 
     Example:
         >>> import muonfx as mfx
-        >>> model = torch.nn.Sequential(
-        ...     torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8)
-        ... )
-        >>> optimizer = TransformOptimizer(
-        ...     model, mfx.muon_with_adamw(1e-3, 4e-3, labels=mfx.default_labels(model))
-        ... )
+        >>> nn = torch.nn
+        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))
+        >>> tx = mfx.muon_with_adamw(1e-3, 4e-3, labels=mfx.default_labels(model))
+        >>> optimizer = TransformOptimizer(model, tx)
         >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
         [('muon', 0.001), ('adamw', 0.004)]
         >>> model(torch.arange(8)).square().sum().backward()
