@@ -178,8 +178,8 @@ class TransformOptimizer(Optimizer):
 
     Example:
         >>> import muonfx as mfx
-        >>> nn = torch.nn
-        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))
+        >>> from torch.nn import Embedding, Linear, Sequential
+        >>> model = Sequential(Embedding(8, 4), Linear(4, 4), Linear(4, 8))
         >>> tx = mfx.muon_with_adamw(1e-3, 4e-3, labels=mfx.default_labels(model))
         >>> optimizer = TransformOptimizer(model, tx)
         >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
@@ -1159,9 +1159,8 @@ class TransformOptimizer(Optimizer):
 
         `muonfx.checkpoint.save` stores them, and `load_transform_state` reads them.
 
-        >>> optimizer = TransformOptimizer(
-        ...     {"w": torch.nn.Parameter(torch.ones(2))}, mfx.scale_by_learning_rate(0.1)
-        ... )
+        >>> params = {"w": torch.nn.Parameter(torch.ones(2))}
+        >>> optimizer = TransformOptimizer(params, mfx.scale_by_learning_rate(0.1))
         >>> optimizer.saved_groups()[0]["lr"], optimizer.saved_groups()[0]["param_names"]
         (0.1, ['w'])
         """
