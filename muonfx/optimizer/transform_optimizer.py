@@ -186,8 +186,6 @@ class TransformOptimizer(Optimizer):
         [('muon', 0.001), ('adamw', 0.004)]
         >>> model(torch.arange(8)).square().sum().backward()
         >>> optimizer.step()
-        >>> sorted(optimizer.state[model[1].weight])
-        ['adamw.scale_by_adam.count', 'muon.momentum.trace']
     """
 
     _current: _Current
