@@ -3,7 +3,7 @@
 It reads `site/` as it is on disk (`make docs` writes it; `MUONFX_SITE` names another folder) and opens it from
 `file://`, as someone does who has downloaded it. All pages are looked at in light, but of the decisions, which have one
 form, every fourth; so has the API, of which every fourth page is also looked at in a narrow window. In dark, where only
-the colours can differ, it is every third page, and every eighth of the API and of the decisions. Of the listings of
+the colours can differ, it is every sixth page, and every eighth of the API and of the decisions. Of the listings of
 source code it is every sixteenth in light and every eighth in dark.
 """
 
@@ -167,7 +167,7 @@ def test_pages_read_well_in_light_are_short_and_their_links_lead_somewhere(
 def test_pages_read_well_in_dark(browser: Any, site: Path):
     many = ("api", "decisions", "_modules")  # the pages of each have one form
     seen = visit(
-        browser, "dark", but(*many)[::3] + [page for folder in many for page in of(folder)[::8]]
+        browser, "dark", but(*many)[::6] + [page for folder in many for page in of(folder)[::8]]
     )
     assert not seen.wrong, lines(seen.wrong)
 
