@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -206,21 +206,8 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     >>> import muonfx as mfx
     >>> another_process_gives_the_same_bits(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    example = Example(params, steps)
-    # For the name of each run: its transform and example, and its updates and states in this process.
-    runs = {"this example": (tx, example)}
-    expected = {"this example": history(tx, *example)}
-    for prefix in ("a", "b", "model"):  # longer names, so that sets of names have several orders
-        # "a.w" instead of "w"
-        longer_names = example.map_trees(lambda values, prefix=prefix: {prefix: values})
-        with suppress(KeyError, TypeError, ValueError):  # a transform may accept certain names only
-            expected[f"names in {prefix}"] = history(tx, *longer_names)
-            runs[f"names in {prefix}"] = (tx, longer_names)
-    # Other values and other numbers for the same shapes: a cached result of the first example would be wrong for them.
-    other_values = example.map_trees(lambda values: scaled(values, -3.0))
-    for name, run_tx in {"other values": tx, "all numbers times 0.9": scaled(tx, 0.9)}.items():
-        expected[name] = history(run_tx, *other_values)
-        runs[name] = (run_tx, other_values)
+    runs = _runs_with_other_names_and_values(tx, Example(params, steps))
+    expected = {name: history(run_tx, *example) for name, (run_tx, example) in runs.items()}
     # The other process takes the runs in the reverse order, so that its caches are filled by another run than here.
     names = list(reversed(runs))
     histories = histories_elsewhere([runs[name] for name in names])
@@ -228,6 +215,32 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     require_same(
         "(updates, state) by run, in another process", results, expected, "in this process"
     )
+
+
+def _runs_with_other_names_and_values(
+    tx: Transform, example: Example
+) -> dict[str, tuple[Transform, Example]]:
+    """Return a transform and an example for the name of each run: "this example", "names in model", "other values"."""
+    runs = {"this example": (tx, example)}
+    # Names such as "a.w" instead of "w", so that sets of names have several orders.
+    for prefix in ("a", "b", "model"):
+        longer_names = example.map_trees(lambda values, prefix=prefix: {prefix: values})
+        if _can_run(tx, longer_names):
+            runs[f"names in {prefix}"] = (tx, longer_names)
+    # The same shapes with other values and numbers, for which a cached result of the first example would be wrong.
+    other_values = example.map_trees(lambda values: scaled(values, -3.0))
+    runs["other values"] = (tx, other_values)
+    runs["all numbers times 0.9"] = (scaled(tx, 0.9), other_values)
+    return runs
+
+
+def _can_run(tx: Transform, example: Example) -> bool:
+    """Return False if the transform accepts only certain names of parameters: `init` or `update` raises an error."""
+    try:
+        history(tx, *example)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _settings() -> dict[str, Any]:

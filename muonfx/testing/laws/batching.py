@@ -5,8 +5,6 @@ This holds for ``torch.func.vmap`` over gradients and states, or over the transf
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -149,28 +147,33 @@ def a_leaf_has_the_same_bits_in_any_company(
     example = Example(params, steps)
     usual_updates = updates_of(tx, params, steps)
     for number, name in enumerate(tree.names(params)):
-        # A function that replaces all other leaves by None.
-        this_leaf = functools.partial(only_leaf, number)
-        updates_alone = updates_of(tx, *example.map_trees(this_leaf))
-        expected = list(map(this_leaf, usual_updates))
-        require_same(
-            f"updates of {name!r}, without the other leaves,", updates_alone, expected, "among them"
-        )
+        # Trees in which all other leaves are None.
+        alone = Example(only_leaf(number, params), [only_leaf(number, grads) for grads in steps])
+        expected = [only_leaf(number, updates) for updates in usual_updates]
+        what = f"updates of {name!r}, without the other leaves,"
+        require_same(what, updates_of(tx, *alone), expected, "among them")
     if not _rounds_at_random(tx):
-        _check_among_others(tx, example, usual_updates)
+        for count in (1, 2):
+            _check_among_others(count, tx, example, usual_updates)
 
 
-def _check_among_others(tx: Transform, example: Example, usual_updates: list[PyTree]) -> None:
-    """Raise `Breach` (a failed law) if leaves have other updates before or after one or two others of their shapes."""
-    for count in (1, 2):
-        params, steps = example.map_trees(functools.partial(_with_others, count))
-        if not accepts_names(tx, params):  # the longer names, such as "copy0.w"
-            return
-        updates_by_step = updates_of(tx, params, steps)
-        for place, key in {"before": "copy0", "after": f"copy{count + 1}"}.items():
-            updates_of_copy = [updates[key] for updates in updates_by_step]
-            what = f"updates {place} {count} others of each shape"
-            require_same(what, updates_of_copy, usual_updates, "without them")
+def _check_among_others(
+    count: int, tx: Transform, example: Example, usual_updates: list[PyTree]
+) -> None:
+    """Raise `Breach` (a failed law) if leaves have other updates before or after ``count`` others of their shapes.
+
+    The tree of the example is put twice into a larger tree: first and last, with the other leaves between them.
+    """
+    params = _with_others(count, example.params)
+    if not accepts_names(tx, params):  # the longer names, such as "copy0.w"
+        return
+    steps = [_with_others(count, grads) for grads in example.steps]
+    updates_by_step = updates_of(tx, params, steps)
+    updates_before = [updates["copy0"] for updates in updates_by_step]
+    updates_after = [updates[f"copy{count + 1}"] for updates in updates_by_step]
+    others = f"{count} others of each shape"
+    require_same(f"updates before {others}", updates_before, usual_updates, "without them")
+    require_same(f"updates after {others}", updates_after, usual_updates, "without them")
 
 
 def _rounds_at_random(tx: Transform) -> bool:

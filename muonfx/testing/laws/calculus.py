@@ -6,7 +6,6 @@ a derivative have probability zero.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -166,11 +165,13 @@ def _check_derivatives_by_gradients(
     check: Callable[..., bool], tx: Transform, example: Example, **options: float
 ) -> None:
     """Compare derivatives of all updates with respect to all gradients with finite differences, in float64."""
-    parameters = _as_vector(example.params)
     # One transform for all calls: what it keeps between them must not change the derivatives.
-    updates_by_gradients = functools.partial(
-        _updates_of_vectors, widened(tx), example, parameters=parameters
-    )
+    wide_tx = widened(tx)
+    parameters = _as_vector(example.params)
+
+    def updates_by_gradients(gradients: Tensor) -> Tensor:
+        return _updates_of_vectors(wide_tx, example, gradients, parameters)
+
     _check_derivatives(check, updates_by_gradients, _as_vector(example.steps), **options)
 
 
@@ -186,10 +187,12 @@ def derivatives_by_parameters_are_right(tx: Transform, params: PyTree, steps: li
     ...     mfx.add_decayed_weights(0.1), *mfx.testing.Example.of({"w": (2, 3)})
     ... )
     """
+    wide_tx = widened(tx)
     gradients = _as_vector(steps)
-    updates_by_parameters = functools.partial(
-        _updates_of_vectors, widened(tx), Example(params, steps), gradients
-    )
+
+    def updates_by_parameters(parameters: Tensor) -> Tensor:
+        return _updates_of_vectors(wide_tx, Example(params, steps), gradients, parameters)
+
     _check_derivatives(gradcheck, updates_by_parameters, _as_vector(params))
 
 
@@ -204,14 +207,15 @@ def derivatives_by_hyperparameters_are_right(
     ...     mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)})
     ... )
     """
-    tx = widened(tx)
+    wide_tx = widened(tx)
     gradients = _as_vector(steps)
     parameters = _as_vector(params)
-    # A function of the relative changes of all numbers: 0.1 for a decay times 1.1.
-    updates_by_changes = functools.partial(
-        _updates_of_vectors, tx, Example(params, steps), gradients, parameters
-    )
-    _check_derivatives(gradcheck, updates_by_changes, _no_changes(tx))
+
+    # The changes are relative: 0.1 for a decay times 1.1.
+    def updates_by_changes(changes: Tensor) -> Tensor:
+        return _updates_of_vectors(wide_tx, Example(params, steps), gradients, parameters, changes)
+
+    _check_derivatives(gradcheck, updates_by_changes, _no_changes(wide_tx))
 
 
 @law(on=Example.smooth, unless=_state_is_narrow, share=0.08)
@@ -228,10 +232,13 @@ def forward_mode_agrees_with_reverse_mode(
     ...     mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)})
     ... )
     """
-    tx = widened(tx)
-    # A function of the gradients, the initial parameters and the changes of numbers, each as one vector.
-    run = functools.partial(_updates_of_vectors, tx, Example(params, steps))
-    point = (_as_vector(steps), _as_vector(params), _no_changes(tx))
+    wide_tx = widened(tx)
+
+    # All arguments are vectors.
+    def run(gradients: Tensor, parameters: Tensor, changes: Tensor) -> Tensor:
+        return _updates_of_vectors(wide_tx, Example(params, steps), gradients, parameters, changes)
+
+    point = (_as_vector(steps), _as_vector(params), _no_changes(wide_tx))
     if not torch.cat(point).numel():
         return
     generator = torch.Generator().manual_seed(1)

@@ -7,7 +7,6 @@ These laws check the options ``reads_params``, ``combinator``, ``resolve``, ``ro
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -108,11 +107,11 @@ def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
         ),
     }
     # By the names of leaves. A comparison by position would compare "w" with "b".
-    expected = list(map(_leaves_by_name, history(tx, params, steps)))
+    expected = [_leaves_by_name(result) for result in history(tx, params, steps)]
     tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
     for which, results_of_steps in histories.items():
         what = f"with the dicts of {which} in the other order, (updates, state) by step"
-        results = list(map(_leaves_by_name, results_of_steps))
+        results = [_leaves_by_name(result) for result in results_of_steps]
         require_close(what, results, expected, "in this order", tolerance)
 
 
@@ -129,7 +128,7 @@ def _with_reversed_dicts(values: PyTree) -> PyTree:
     if type(values) is dict:  # not a subclass, such as OrderedDict, whose order may have a meaning
         return {key: _with_reversed_dicts(item) for key, item in reversed(values.items())}
     if isinstance(values, tuple | list):
-        items = list(map(_with_reversed_dicts, values))
+        items = [_with_reversed_dicts(item) for item in values]
         if hasattr(values, "_fields"):  # a NamedTuple, whose class takes each item as an argument
             return type(values)(*items)
         return type(values)(items)
@@ -246,13 +245,12 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     shapes = {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)}
     # `shape_of_matrix` has (rows, columns) for each leaf that is a stack, by name.
     tx_of_stacks, shape_of_matrix = stacked(tx, shapes)
-    as_stacks = functools.partial(_as_stacks, shape_of_matrix)
-    stacks = Example(params, steps).map_trees(as_stacks)
+    stacks = Example(params, steps).map_trees(lambda values: _as_stacks(shape_of_matrix, values))
     if not stacks.params:  # no leaf of this example is a stack of matrices
         return
     # Three runs of the same gradients: as they are, as stacks of matrices, and the first matrix of each stack alone.
     usual_updates = updates_of(tx, params, steps)
-    expected = [as_stacks(updates) for updates in usual_updates]
+    expected = [_as_stacks(shape_of_matrix, updates) for updates in usual_updates]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the names of a view may match none of these leaves
         updates_of_stacks = updates_of(tx_of_stacks, *stacks)

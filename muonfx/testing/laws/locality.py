@@ -5,7 +5,6 @@ A transform reads no more than it declares: the element, its matrix, its leaf, o
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -256,11 +255,10 @@ def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     usual_updates, tolerance = _updates_and_tolerance(tx, Example(params, steps))
     expected_is = "without this change" + _advice_on_stacks(tx)
     for number in range(len(tree.leaves(params))):
-        # A function that replaces all other leaves by None.
-        this_leaf = functools.partial(only_leaf, number)
-        expected = list(map(this_leaf, usual_updates))
+        # The updates of this leaf at each step, in trees whose other leaves are None.
+        expected = [only_leaf(number, updates) for updates in usual_updates]
         for condition, example in _with_other_leaves_changed(number, params, steps).items():
-            results = list(map(this_leaf, updates_of(tx, *example)))
+            results = [only_leaf(number, updates) for updates in updates_of(tx, *example)]
             require_close(
                 f"if {condition}, updates by step", results, expected, expected_is, tolerance
             )
@@ -273,7 +271,7 @@ def _with_other_leaves_changed(
     others = set(range(len(tree.leaves(params)))) - {number}
     changed_params = map_some(lambda p: 5.0 * p + 1.0, others, params)
     changed_steps = [map_some(lambda g: 7.0 * g - 3.0, others, grads) for grads in steps]
-    steps_without_others = list(map(functools.partial(only_leaf, number), steps))
+    steps_without_others = [only_leaf(number, grads) for grads in steps]
     return {
         "other leaves have other values": Example(changed_params, changed_steps),
         "the gradients of other leaves are None": Example(params, steps_without_others),
@@ -387,7 +385,8 @@ def _without_work_on_wholes(tx: Transform) -> Transform:
     """
     if tx.locality in (Locality.MATRIX, Locality.LEAF):
         return scale(-0.5)
-    return tx.with_children(list(map(_without_work_on_wholes, tx.children)))
+    children = [_without_work_on_wholes(child) for child in tx.children]
+    return tx.with_children(children)
 
 
 def _check_sums_of_leaves(
@@ -400,14 +399,17 @@ def _check_sums_of_leaves(
     """
     params, steps = example
     on_second_rank = set(range(len(tree.leaves(params)))) - on_first_rank
-    # Functions of a tree that replace the leaves of the other rank by None.
-    of_first_rank = functools.partial(without_leaves, on_second_rank)
-    of_second_rank = functools.partial(without_leaves, on_first_rank)
-    updates, tolerance = _updates_and_tolerance(tx, example)
-    expected = [list(map(of_first_rank, updates)), list(map(of_second_rank, updates))]
-    first_example = Example(params, list(map(of_first_rank, steps)))
-    second_example = Example(params, list(map(of_second_rank, steps)))
-    results = _on_two_ranks(tx, first_example, second_example, on_both_ranks=set())
+    usual_updates, tolerance = _updates_and_tolerance(tx, example)
+    # In the trees of a rank, the leaves of the other rank are None.
+    first_steps = [without_leaves(on_second_rank, grads) for grads in steps]
+    second_steps = [without_leaves(on_first_rank, grads) for grads in steps]
+    expected = [
+        [without_leaves(on_second_rank, updates) for updates in usual_updates],
+        [without_leaves(on_first_rank, updates) for updates in usual_updates],
+    ]
+    results = _on_two_ranks(
+        tx, Example(params, first_steps), Example(params, second_steps), on_both_ranks=set()
+    )
     what = f"on two ranks that hold {held}, updates by rank and step"
     require_close(what, results, expected, "on one rank", tolerance)
 
