@@ -61,7 +61,7 @@ class TrackedGroups:
         return named
 
     def are_current(self, groups: Sequence[Group]) -> bool:
-        """Return True if no parameter was replaced, resized or moved, in the param groups or in the models."""
+        """Return True if no parameter was replaced, resized, moved or converted, in the groups or in the models."""
         return self._are_recorded(groups) and self._parameters.are_current()
 
     def _are_recorded(self, groups: Sequence[Group]) -> bool:

@@ -23,6 +23,7 @@ from muonfx.optimizer.group_numbers import Group
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors, names_in
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import is_dtensor
+from muonfx.tree.elementwise import wide_dtype
 
 CAUSES = (
     "was the model sharded, loaded or converted after the optimizer was created (fully_shard, load_state_dict(assign="
@@ -293,8 +294,9 @@ class TrackedParameters:
     def track(self, named: NamedTensors) -> None:
         """Record the parameters for which the optimizer now has state, by name.
 
-        A record has the shape, device and placement of a parameter, and its position in the models, such as the module
-        "layers.0" and its attribute "weight". A later difference means that the parameter was replaced or moved.
+        A record has the shape, device, dtype and sharding of a parameter, and its position in the models, such as the
+        module "layers.0" and its attribute "weight". A later difference means that the parameter was replaced, moved or
+        converted.
         """
         position_of = self._positions()
         for name, param in named.items():
@@ -367,13 +369,16 @@ class TrackedParameters:
         return not self._others_in_models()
 
     def _was_moved(self, tracked: TrackedParameter, param: Tensor) -> bool:
-        """Return True if a parameter has another device than its state, or another dtype than when it was created.
+        """Return True if a parameter has another device than its state, or was converted to or from float64.
 
-        After ``param.data = param.data.cuda()``, or ``model.double()``, it is the same tensor object.
+        After ``param.data = param.data.cuda()``, or ``model.double()``, it is the same tensor object. Between bfloat16
+        and float32, a state keeps its dtype: a model that is converted and back must not round it.
         """
         if tracked.device != param.device:
             return True
-        return self.follows_dtypes and tracked.dtype != param.dtype
+        if not self.follows_dtypes or tracked.dtype == param.dtype:  # the usual case
+            return False
+        return wide_dtype(tracked.dtype) != wide_dtype(param.dtype)
 
     def warn_of_converted(self, named: NamedTensors) -> None:
         """Warn once of parameters that were converted to float64 over ranks, where the state keeps its dtypes."""

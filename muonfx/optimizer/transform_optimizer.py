@@ -399,9 +399,9 @@ class TransformOptimizer(Optimizer):
         with self._groups_restored_on_error():
             self._add_groups(stepping, param_group, list(trained.items()), as_one=True)
             self._create_state(stepping)
-        # 3. Later steps find tensors that replace the added parameters.
+        # 3. Later steps find tensors that replace these parameters. The new state has also the dtypes of earlier ones.
         self._parameters.add_models(models_of([param_group]))
-        self._parameters.track(trained)
+        self._parameters.track({**named, **trained})
         self._parameters.leave_out(frozen)
         self._rounding_check.check(self._stepping, self._tracked_groups.groups, trained)
 
@@ -806,6 +806,7 @@ class TransformOptimizer(Optimizer):
 
         The user may have edited ``optimizer.state`` or the groups, replaced parameters, and loaded weights before the
         first step. Over ranks, changes for which all ranks move state together, and errors, are left to the next step.
+        Then the groups are not read either.
         """
         try:
             self._adopt_state()
@@ -848,9 +849,10 @@ class TransformOptimizer(Optimizer):
         if self._parameters.have_same_placement(replaced):
             self._put_in_groups(named)
             self._show_all(named)
+            self._parameters.track(replaced)  # as the tensors that have state
         else:
             self._move_state(named)
-        self._parameters.track(named)  # as the tensors that have state
+            self._parameters.track(named)
 
     def _move_state(self, named: NamedTensors) -> None:
         """Create a state for tensors that have replaced parameters, and copy the values of the former state into it.
@@ -873,7 +875,8 @@ class TransformOptimizer(Optimizer):
         For example, Lightning writes them there when a run with unfrozen layers is resumed. They get state, and their
         groups get the hyperparameters that are missing. ``added`` are these parameters, by their names in the model.
         """
-        stepping = self._extended_stepping(added, self._tracked_groups.named)
+        earlier = self._tracked_groups.named
+        stepping = self._extended_stepping(added, earlier)
         names_left_out = added.keys() - stepping.rules.keys()  # those with the label None
         if names_left_out:
             raise ValueError(
@@ -887,8 +890,10 @@ class TransformOptimizer(Optimizer):
                 if has_added:  # add hyperparameters that it lacks, such as "momentum"
                     complete_entries(stepping, distinct_rules(names, stepping.rules), group)
             self._tracked_groups.adopt(self._groups, names_per_group, stepping.rules)
-            self._create_state(stepping)  # earlier parameters keep their values
-        self._parameters.track(added)
+            self._create_state(
+                stepping
+            )  # earlier parameters keep their values, in their present dtypes
+        self._parameters.track({**earlier, **added})
 
     @contextmanager
     def _groups_restored_on_error(self) -> Generator[None]:

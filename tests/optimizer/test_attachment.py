@@ -424,6 +424,33 @@ def test_a_model_that_is_converted_in_place_over_ranks_is_warned_of_once(here: H
     assert optimizer.state[model[0].weight]["muon.momentum.trace"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("how", ["add_param_group", "written into a group"])
+@on_ranks(2)
+def test_the_state_of_a_converted_model_over_ranks_follows_where_a_parameter_is_added(
+    here: Here, how: str
+):
+    model = made()
+    for param in model[2].parameters():
+        param.requires_grad_(False)
+    with quiet():
+        optimizer = mfx.Muon(fully_shard(model, mesh=here.mesh))
+    model.double()
+    for param in model.parameters():
+        param.requires_grad_()
+        param.grad = torch.ones_like(param)
+    with quiet():
+        if how == "add_param_group":
+            optimizer.add_param_group({"params": model[2].parameters()})
+        else:
+            optimizer.param_groups[0]["params"] += [model[2].weight]
+            model[2].bias.grad = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message=".*was converted")
+        optimizer.step()
+    assert optimizer.state[model[0].weight]["muon.momentum.trace"].dtype == torch.float64
+
+
 @on_ranks(2)
 def test_the_state_over_ranks_follows_parameters_of_another_dtype_that_replace_others(here: Here):
     model = made()
@@ -446,6 +473,20 @@ def test_the_state_over_ranks_follows_parameters_of_another_dtype_that_replace_o
     assert followed["momentum.trace"].dtype == torch.float64
     for key, leaf in saved.items():
         assert torch.equal(whole(leaf).to(followed[key].dtype), whole(followed[key]))
+
+
+def test_a_state_of_the_dtype_of_its_parameters_is_not_rounded_by_a_model_that_is_converted_and_back():
+    model = made()
+    tx = mfx.chain(mfx.momentum(dtype=None), mfx.scale_by_learning_rate(0.1))
+    optimizer = mfx.TransformOptimizer(model, tx)
+    backward(model)
+    optimizer.step()
+    trace = optimizer.state[model[0].weight]["momentum.trace"].clone()
+    model.bfloat16()
+    optimizer.state_dict()
+    model.float()
+    optimizer.state_dict()
+    assert torch.equal(optimizer.state[model[0].weight]["momentum.trace"], trace)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
