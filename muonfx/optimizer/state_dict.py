@@ -436,28 +436,36 @@ def _require_dicts(state_dict: Mapping[str, Any]) -> None:
 _KEYS_OF_TORCH = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer"})
 """The keys that optimizers of torch, and others like them, have in the state of a parameter."""
 
+_CONVERTIBLE_KEYS = _KEYS_OF_TORCH | {"step", "max_exp_avg_sq"}
+"""The keys that Adam, AdamW and Muon have in the state of a parameter. Others, such as NAdam, have more."""
+
 
 def _require_own_keys(state_dict: Mapping[str, Any], entries: StateEntries) -> None:
     """Raise ValueError if another optimizer, such as torch.optim.AdamW, has saved a state dict.
 
     Its state has keys such as "exp_avg", which this optimizer's ``entries`` have not.
     """
-    keys_of_others = set(_KEYS_OF_TORCH)
-    for leaf in entries.leaves:
-        keys_of_others.discard(leaf.key)
+    saved_keys: set[str] = set()
     for saved in state_dict["state"].values():
-        for key in saved:
-            if key in keys_of_others:
-                raise _of_another_optimizer(key, state_dict["param_groups"])
+        saved_keys.update(saved)
+    own_keys = {leaf.key for leaf in entries.leaves}
+    keys_of_another = (saved_keys & _KEYS_OF_TORCH) - own_keys
+    if keys_of_another:
+        raise _of_another_optimizer(min(keys_of_another), saved_keys, state_dict["param_groups"])
 
 
-def _of_another_optimizer(key: str, saved_groups: SavedGroups) -> ValueError:
+def _of_another_optimizer(key: str, saved_keys: Set[str], saved_groups: SavedGroups) -> ValueError:
     """Return an error for a state dict that has a key such as "exp_avg", with the call that converts it.
 
-    SGD has "dampening" in its groups. No converter reads its state.
+    ``saved_keys`` are the keys of all parameters. No converter reads the state of NAdam, which has other keys than
+    AdamW, or that of SGD, which has "dampening" in its groups.
     """
-    if any("dampening" in saved for saved in saved_groups):
-        advice = "muonfx.checkpoint.convert reads no state of SGD: load the weights only, and start with a new state"
+    is_of_sgd = any("dampening" in saved for saved in saved_groups)
+    if is_of_sgd or not saved_keys <= _CONVERTIBLE_KEYS:
+        advice = (
+            "muonfx.checkpoint.convert reads no state of this optimizer: load the weights only, and start with a new "
+            "state"
+        )
     else:
         is_of_keller = any("use_muon" in saved for saved in saved_groups)
         format_name = "keller" if is_of_keller else "torch"
