@@ -39,7 +39,7 @@ from muonfx.core import (
 )
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Position
-from muonfx.internal.arguments import is_real_number, plain_fields
+from muonfx.internal.arguments import float_of, is_real_number, plain_fields
 from muonfx.internal.tracing import as_start
 from muonfx.transforms._leaf import Leaf, Plan, Value, Values
 from muonfx.tree import Present, PyTree, device_of
@@ -196,9 +196,13 @@ class Number:
     def __post_init__(self) -> None:
         if not is_real_number(self.start):
             raise TypeError(f"Number: start must be a number or a tensor, found {self.start!r}")
-        # Infinity is the start of a least value.
-        if isinstance(self.start, float) and math.isnan(self.start):
+        if isinstance(self.start, Tensor):
+            return
+        start = float_of("Number: start", self.start)
+        if math.isnan(start):  # infinity may be the start of a least value
             raise ValueError(f"Number: start must be a number, found {self.start!r}")
+        # A tensor is created from it, which NumPy's numbers and fractions do not allow.
+        object.__setattr__(self, "start", start)
 
 
 def init_slot(slot: Slot, name: str, params: PyTree) -> PyTree:
@@ -520,7 +524,7 @@ class RecordedStep(NamedTuple):
 def _without_extras(
     updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
 ) -> None:
-    """Has the signature of an ``update`` without extra arguments."""
+    """Has the signature of an ``update`` without extra arguments, as `_Formula.functions` defines one."""
 
 
 _PARAMETERS_OF_UPDATE = tuple(inspect.signature(_without_extras).parameters.values())

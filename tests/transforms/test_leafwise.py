@@ -1,11 +1,14 @@
 """Steps written for one leaf obey every law, run on all leaves at once, and have the operators of tensors."""
 
 import gc
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -347,6 +350,22 @@ def made(step: Any, state: Any = (), **options: Any) -> mfx.Transform:
         return state, step
 
     return bad()
+
+
+@pytest.mark.parametrize("start", [0.25, 1, np.float32(0.25), Fraction(1, 4), -math.inf])
+def test_a_number_may_start_at_any_real_number(start: Any):
+    tx = made(lambda u, s: (u, s), (mfx.Number(start),))
+    (number,) = tx.init({"w": torch.zeros(2)})
+    assert number.dtype == torch.float64
+    assert number.item() == float(start)
+
+
+@pytest.mark.parametrize(
+    "start", [math.nan, np.float32("nan"), 10**400], ids=["nan", "nan of NumPy", "too large"]
+)
+def test_a_number_that_starts_at_no_value_is_refused(start: Any):
+    with pytest.raises(ValueError, match="Number: start must be"):
+        mfx.Number(start)
 
 
 @pytest.mark.parametrize("start", [True, 1j, "0.5", None, torch.tensor(True), torch.tensor(1j)])
