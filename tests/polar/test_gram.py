@@ -160,7 +160,7 @@ def test_more_steps_than_a_set_has_keep_short_stages(
     assert relative(gram, exact) < 2 * relative(plain, exact)
 
 
-# Torch derives products with it.
+# torch.jit, with which torch derives products, warns.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_large_matrices_carry_tangents() -> None:
     x, t = torch.randn(

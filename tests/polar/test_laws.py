@@ -417,7 +417,7 @@ ORTHONORMAL = torch.linalg.qr(
 )[0]
 
 
-# Torch derives products with it.
+# torch.jit, with which torch derives products, warns.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize(
     "x",
@@ -441,7 +441,7 @@ def test_the_derivative_at_zero_is_zero() -> None:
     assert torch.equal(found, torch.zeros_like(x))
 
 
-# Torch derives products with it.
+# torch.jit, with which torch derives products, warns.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_at_low_rank_the_derivative_is_that_among_matrices_of_that_rank() -> None:
     generator = torch.Generator().manual_seed(0)
