@@ -441,7 +441,7 @@ class SteppingOverRanks(Stepping):
             self._progress.load()
 
     def assign(self, loads: Sequence[Load], state: PyTree) -> None:
-        """Copy values into this rank's part of the state. A value is this rank's part, or of the whole leaf.
+        """Copy values into this rank's part of the state. Each value is of a whole leaf, or this rank's part of it.
 
         Under DDP, also copy them into the full tensors that `exported` returns. They are not gathered again, because
         this rank may load alone.
@@ -460,16 +460,15 @@ class SteppingOverRanks(Stepping):
             if full_leaf is not None and value.shape == full_leaf.shape:
                 full_leaf.copy_(value)
             local_leaf = local_leaves[index]
-            if local_leaf is not None:  # else another rank has it
-                placement = self._placements[index]
-                # Take this rank's part of a whole leaf. Another value is this rank's part already.
-                if (
-                    placement is not None
-                    and placement.owned
-                    and tuple(value.shape) == placement.shape
-                ):
-                    value = _owned_interval(placement, value)
-                local_leaf.copy_(value.view(local_leaf.shape))
+            if local_leaf is None:  # another rank has it
+                continue
+            placement = self._placements[index]
+            is_on_owners = placement is not None and placement.owned  # each rank has some matrices
+            if (
+                is_on_owners and tuple(value.shape) == placement.shape
+            ):  # the value is of the whole leaf
+                value = _owned_interval(placement, value)
+            local_leaf.copy_(value.view(local_leaf.shape))
 
     def is_true_on_any_rank(self, is_true_here: bool) -> bool:
         """Return True if a fact is true on any rank. All ranks call this together."""
