@@ -106,11 +106,12 @@ def _split_by_pattern(
     pattern_of_rows = _filled(template, holder)  # "(heads=8 part=3 dim) -> part (heads dim)"
     if pattern_of_rows is None:  # the module lacks an attribute
         return None
+    # "(heads=8 part=3 dim)" and ["part (heads dim)"]
     all_rows, _, matrices_text = pattern_of_rows.partition(" -> ")
-    rows_of_matrices = matrices_text.split(", ")  # ["part (heads dim)"]
-    # The sizes must fit the number of rows: the pattern is tried on a matrix of as many rows and one column.
-    pattern_of_matrix = parse(with_rows(PLAIN, all_rows, rows_of_matrices))
-    if not pattern_of_matrix.fits((rows, 1)):
+    rows_of_matrices = matrices_text.split(", ")
+    # Do 48 rows divide by 8 heads and 3 parts? Try the pattern on a plain matrix of 48 rows and one column.
+    plain_pattern = with_rows(PLAIN, all_rows, rows_of_matrices)
+    if not parse(plain_pattern).fits((rows, 1)):
         return None
     return with_rows(stored, all_rows, rows_of_matrices)
 

@@ -59,7 +59,7 @@ def _shortest_glob(name: str, excluded: Sequence[str]) -> str:
 
 
 def _globs(name: str) -> Iterator[str]:
-    """Yield globs for a parameter name, general ones first.
+    """Yield globs for a parameter name, general ones first. An ending without numbers is yielded twice.
 
     They begin with "*", since wrappers of a model add components in front of names.
 
@@ -67,12 +67,12 @@ def _globs(name: str) -> Iterator[str]:
     ['*.fc.weight', '*h.*.fc.weight', '*.fc.weight', '*h.0.fc.weight']
     """
     components = [escape(component) for component in name.split(".")]
-    starts = _starts_of_endings(components)
+    starts = _starts_of_endings(components)  # [2, 0]: at "fc" and at "h"
     # ["h", "*", "fc", "weight"], and then with the number 0
     for glob_components in _with_wildcards(components):
         for start in starts:
             ending = ".".join(glob_components[start:])
-            # Without a dot after "*", so that the glob also matches the name without a wrapper.
+            # Without a dot after "*", the glob of a whole name also matches it if no wrapper is in front.
             if start == 0:
                 yield f"*{ending}"
             else:

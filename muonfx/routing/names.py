@@ -134,9 +134,11 @@ _TOPS = frozenset({"module", "model", "base_model", "net", "network"})
 class Name:
     """The name of a parameter, and the components of it that rules are compared with.
 
-    >>> name = Name("_orig_mod.blocks.lmHead.0.weight")
-    >>> name.components, name.layer, name.find(NameRule("head", "layer", "^lm_head$"))
-    (['blocks', 'lmHead', '0', 'weight'], 'lmHead', 'lmHead')
+    >>> name = Name("_orig_mod.model.lmHead.0.weight")
+    >>> name.components, name.path, name.layer, name.is_of_layer
+    (['model', 'lmHead', '0', 'weight'], ['lmHead', '0'], 'lmHead', True)
+    >>> name.words
+    {'model': 'model', 'lmHead': 'lm_head', '0': '0', 'weight': 'weight'}
     """
 
     def __init__(self, name: str) -> None:

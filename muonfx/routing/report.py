@@ -320,31 +320,33 @@ def _with_view_of_transform(
 ) -> Route:
     """Return the route of a parameter (its label and reason) with the view that its transform really uses.
 
-    A view is how the parameter divides into matrices, such as "... out in -> ... out in". The labels suggest one. The
-    transform uses this one, another, or none. In the last two cases, the reason says so.
+    A view is how the parameter divides into matrices, such as "... out in -> ... out in". The labels suggest one. If
+    the transform treats the parameter as one matrix, or has another view, the result has a note in the reason.
 
     Args:
         name: the name of the parameter.
         route: its label, such as "muon", the reason, and the view of the labels.
         views: the view of the transform of each label; None for a transform that does not work on matrices.
     """
-    # No `partition` with this label, so that the transform is not known.
-    if route.label not in views:
+    one_matrix = (
+        MatrixView()
+    )  # also for a transform such as AdamW, which updates element by element
+    if (
+        route.label not in views
+    ):  # no `partition` has this label, so that the transform is not known
         return route
     view = views[route.label]
-    if view is None:  # the transform, such as AdamW, updates element by element
-        return route._replace(view=MatrixView())
-    pattern = view.text(name)
-    if pattern == route.view.pattern:  # the transform uses the view of the labels
+    if view is None:
+        return route._replace(view=one_matrix)
+    pattern = view.text(name)  # None for one matrix
+    if pattern == route.view.pattern:  # the transform follows the labels
         return route
-    # The labels have a view, and the transform treats the parameter as one matrix.
     if pattern is None:
-        return route._replace(
-            reason=f"{route.reason}; the transform has no view for it", view=MatrixView()
-        )
-    # The transform has a pattern of its own.
-    reason = _without_suggestion(route.reason)
-    return route._replace(reason=f"{reason}; view of the transform", view=MatrixView(pattern))
+        reason = f"{route.reason}; the transform has no view for it"
+        return route._replace(reason=reason, view=one_matrix)
+    # The transform has another pattern, so that a suggestion of the labels has no use.
+    reason = f"{_without_suggestion(route.reason)}; view of the transform"
+    return route._replace(reason=reason, view=MatrixView(pattern))
 
 
 def _without_suggestion(reason: str) -> str:

@@ -371,13 +371,15 @@ def _by_shape(info: ParamInfo, model: _Model) -> Decision | None:
         return Decision("vector", "a side of 1: a vector")
     if info.ndim == 2:
         return _by_few_features(info.shape)
-    layer = model.structure.without_groups.get(module_path(info.name))
-    # A depthwise convolution reads one channel in each of its groups. One that reads gray images has this shape, too.
-    if info.shape[1] == 1 and layer is None:
+    # More than two dims: a convolution. The layer is None if it has groups, or is not known.
+    ungrouped_layer = model.structure.without_groups.get(module_path(info.name))
+    # A depthwise convolution reads one channel in each of its groups. One without groups reads gray images.
+    reads_one_channel = info.shape[1] == 1
+    if reads_one_channel and ungrouped_layer is None:
         return Decision("vector", "depthwise: one vector a channel")
+    # Three channels are an image. A layer outside of all blocks may also read a stack of frames.
     few = _IMAGE_CHANNELS
-    # Outside all blocks, where a layer may read a stack of frames.
-    if layer is not None and layer.block is None:
+    if ungrouped_layer is not None and ungrouped_layer.block is None:
         few = _FEW_FEATURES
     return _by_few_channels(info, few)
 

@@ -131,7 +131,8 @@ class _Modules(NamedTuple):
 def _modules_of(model: nn.Module) -> _Modules:
     """Return the layers and the norms of a model, each with the block that contains it.
 
-    A norm reads vectors of the width of its gain, its 1-D weight. A layer norm has two vectors, and is returned twice.
+    Any other module with vectors, such as a gain, counts as a norm, which reads as many features as a vector has. A
+    layer norm has two vectors, a gain and a bias, and is returned twice; the widths alone are used.
 
     >>> modules = _modules_of(nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 64), nn.LayerNorm(64)))
     >>> [(layer.path, layer.reads, layer.returns) for layer in (*modules.layers, *modules.norms)]
@@ -139,17 +140,19 @@ def _modules_of(model: nn.Module) -> _Modules:
     """
     modules = _Modules([], [])
     for path, module in model.named_modules():
+        # 1. A linear layer or a convolution. Its bias is no norm.
         widths = _widths_of(module)
         if widths is not None:
             reads, returns = widths
-            modules.layers.append(
-                Layer(path, reads, returns, is_grouped=getattr(module, "groups", 1) != 1)
-            )
+            is_grouped = getattr(module, "groups", 1) != 1
+            modules.layers.append(Layer(path, reads, returns, is_grouped=is_grouped))
             continue
+        # 2. An embedding, which reads no features.
         if is_embedding(type(module)):
             width = getattr(module, "embedding_dim", None)
             if isinstance(width, int):
                 modules.layers.append(Layer(path, 0, width))
+        # 3. The vectors of norms.
         for param in module.parameters(recurse=False):
             if param.ndim == 1:
                 modules.norms.append(Layer(path, param.shape[0], 0))
@@ -247,10 +250,10 @@ def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
     ['0.weight', '1.bias']
     """
     for path, module in model.named_modules(remove_duplicate=False):
-        # Such as nn.LSTM, whose matrices have other names than "weight".
+        # All parameters of such a module, as of nn.LSTM, count as held by a layer.
         if isinstance(module, _HOLDERS_OF_MATRICES):
             continue
-        # Tensors without layers.
+        # So do the tensors of a list that is given in place of a model, because nothing shows what they are.
         if module is model and isinstance(model, nn.ParameterList | nn.ParameterDict):
             continue
         is_layer = _is_layer(module)
@@ -323,14 +326,14 @@ def _blocks_of(model: nn.Module, modules: _Modules) -> Iterator[str]:
         is_list = isinstance(module, nn.ModuleList) or _is_numbered_dict(module)
         if not is_list and not isinstance(module, nn.Sequential):
             continue
-        # No single layers.
+        # The children that have children of their own, such as a transformer's layers; nn.Linear has none.
         children = {name: child for name, child in module.named_children() if any(child.children())}
         count_of_class = Counter(map(type, children.values()))
         for name, child in children.items():
-            # A list is written for repeated modules. An nn.Sequential may also be a chain of different parts.
-            is_repeated = is_list or count_of_class[type(child)] > 1
+            # An nn.Sequential may also be a chain of different parts. A list is written for repeated modules.
+            is_single_part = not is_list and count_of_class[type(child)] == 1
             is_head = type(child) is nn.Sequential and _last_width(child) not in read_widths
-            if is_repeated and not is_head:
+            if not is_single_part and not is_head:
                 yield joined(path, name)
 
 
@@ -429,10 +432,10 @@ def _reads_raw_input(layer: Layer, earlier_widths: Iterable[int]) -> bool:
 
 
 def _widths_between_modules(modules: _Modules, inputs: Collection[str]) -> set[int]:
-    """Return the widths of the vectors that pass between the modules of a model, as layers and norms read them.
+    """Return the widths that layers and norms read from outside of their block, such as 64 in a block of 64, 256, 64.
 
-    They are no inner widths of blocks, which a layer returns and a later layer reads in the same block. In an MLP of
-    64 -> 256 -> 64, 256 is an inner width: a layer outside that returns 256 features may still be an output head.
+    Where an earlier layer of the same block returns the width, as 256, it is an inner width. A layer outside of the
+    block that returns 256 features may still be an output head.
 
     >>> mlp = [Layer("h.0.up", 64, 256, block="h.0"), Layer("h.0.down", 256, 64, block="h.0")]
     >>> _widths_between_modules(_Modules(mlp, norms=[]), inputs=[])
@@ -442,13 +445,13 @@ def _widths_between_modules(modules: _Modules, inputs: Collection[str]) -> set[i
     and return the same number of raw features.
     """
     widths: set[int] = set()
-    returned: set[tuple[str | None, int]] = set()  # pairs of block and width, such as ("h.0", 256)
+    # The widths that the layers so far have returned, by block: {"h.0": {256}}.
+    returned_in: dict[str | None, set[int]] = defaultdict(set)
     for layer in (*modules.layers, *modules.norms):
-        is_inner_width = layer.block is not None and (layer.block, layer.reads) in returned
+        is_inner_width = layer.block is not None and layer.reads in returned_in[layer.block]
         if layer.path not in inputs and not is_inner_width:
             widths.add(layer.reads)
-        # In the end: a layer does not read its own outputs.
-        returned.add((layer.block, layer.returns))
+        returned_in[layer.block].add(layer.returns)
     return widths
 
 
@@ -476,25 +479,28 @@ def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer]
     widths_between = _widths_between_modules(modules, inputs)
     heads: dict[str, Layer] = {}
     possible_heads: set[str] = set()
+    # 1. Layers outside of the blocks.
     for index, layer in enumerate(layers):
-        if layer.block is not None or layer.path in inputs or not layer.reads:
+        is_embedding = layer.reads == 0
+        if layer.block is not None or layer.path in inputs or is_embedding:
             continue
-        if layer.returns == layer.reads or layer.returns in widths_between:
+        is_between_layers = layer.returns == layer.reads
+        if is_between_layers or layer.returns in widths_between:
             continue
-        # Before the blocks, a small multiple of its own width may be several vectors, each of which other layers read.
-        may_return_parts = index < last_in_blocks and _returns_parts(layer)
-        if (
-            may_return_parts
-            or is_modulation(layer.path)
-            or _is_read_in_part(layer, layers[index + 1 :])
-        ):
+        # It is no certain head if other layers may read its outputs in parts. Before the blocks, a small multiple of
+        # the width that it reads may be several vectors: 16 features in the example.
+        may_return_parts = is_modulation(layer.path)
+        if index < last_in_blocks and _returns_parts(layer):
+            may_return_parts = True
+        if may_return_parts or _is_read_in_part(layer, layers[index + 1 :]):
             possible_heads.add(layer.path)
         else:
             heads[layer.path] = layer
-    # The last layer may be a head in an nn.ModuleList, if no layer or norm reads its outputs.
+    # 2. The last layer, if it is in a block. The block may be a list of heads, if no layer or norm reads its outputs.
     last = layers[-1]
-    is_layer_in_block = last.block is not None and last.reads > 0  # an embedding reads 0
-    if is_layer_in_block and not _returns_parts(last) and last.returns not in modules.read_widths:
+    is_embedding = last.reads == 0
+    is_read = last.returns in modules.read_widths or _returns_parts(last)
+    if last.block is not None and not is_embedding and not is_read:
         possible_heads.add(last.path)
     return heads, possible_heads
 
@@ -556,25 +562,29 @@ def _read_in_parts(modules: _Modules) -> dict[str, int]:
     they read may be others of the same width: in a pyramid, each stage is twice as wide as the one before it.
     """
     layers = modules.layers
-    widths_in = _widths_by_module(modules)
+    widths_in = _widths_by_module(modules)  # {"mlp": {8, 64}, "": {8, 64}}
     first_layer_in: dict[str, Layer] = {}  # by the path of the module
     part_counts: dict[str, int] = {}
     for index, (layer, next_layer) in enumerate(pairwise(layers)):
-        holder = _module_around(layer.path)
+        holder = _module_around(layer.path)  # "mlp"
         first_layer = first_layer_in.setdefault(holder, layer)
+        # 1. Leave out a layer that returns no more than it reads, or whose outputs are read as one vector.
         returns_more = 0 < layer.reads < layer.returns
         if not returns_more or _is_read_whole(layer, widths_in[holder]):
             continue
-        # The widths that layers read that may run after this one.
+        # 2. The widths that may be read from its outputs: {64} for "mlp.fc1". They are those of later layers in its
+        # module, and of the next layer, if that is outside of the module and no layer around both reads the whole.
         widths_after = _widths_read_beside(layer, layers[index + 1 :])
         widths_in_both = widths_in[_module_around_both(layer.path, next_layer.path)]
         if next_layer.block == layer.block and not _is_read_whole(layer, widths_in_both):
             widths_after.add(next_layer.reads)
-        # A layer that reads the same width as this one, or the first one, may run on the same input, as a key does with
-        # a query. Only a depthwise convolution in the next place surely reads the outputs of the layer before it.
+        # 3. Without the widths that this layer and the first one in its module read: another layer of such a width may
+        # read the same input, as a key does with a query. A depthwise convolution in the next place is an exception,
+        # because it reads the outputs of the layer before it.
         if not next_layer.is_grouped:
             widths_after -= {layer.reads, first_layer.reads}
-        for count in COUNTS_OF_PARTS:  # halves are tried before thirds
+        # 4. A half is tried before a third.
+        for count in COUNTS_OF_PARTS:
             if layer.returns / count in widths_after:
                 part_counts[layer.path] = count
                 break

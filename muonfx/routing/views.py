@@ -198,9 +198,9 @@ def _maybe_stack(param: _Param, storage: _Storage) -> Division | None:
     """
     if param.owner is None:  # named tensors: more than two dims are taken for a convolution
         return None
-    # (out, rest), the default for three or more dims
-    has_order_of_convolution = storage.pattern == CONVOLUTION
-    if not has_order_of_convolution or is_convolution(param.info):
+    # Three or more dims have the pattern of a convolution (out, rest), unless they are a known stack.
+    is_flattened = storage.pattern == CONVOLUTION
+    if not is_flattened or is_convolution(param.info):
         return None
     stack = _likely_stack(param)
     return Division(MatrixView(), f"{MAYBE_STACK}: {stack}", stack)
