@@ -193,8 +193,8 @@ class Binding:
         dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
         if None in dtypes:  # seldom, so most steps need no names
             for name, leaf in zip(tree.names(like), leaves, strict=True):
+                # Without parameters, a gradient that is None leaves the shape of its state unknown.
                 if leaf is None and name in self.layout.specs:
-                    # A gradient that is missing, so the shape of its parameter, and of its state, is unknown.
                     return
         # `init` is called on meta tensors, and once only for all steps with the same structure and dtypes.
         key = tx.treedef, structure, tuple(dtypes)
@@ -229,7 +229,7 @@ class Binding:
         structures: list[tuple[str, Hashable]] = []
         for name, tx in run:
             member = tx
-            # It calls a transform for each param group, all with one plan.
+            # `by_groups` calls one transform with other numbers for each param group. They need the same plan.
             if tx.declaration.combinator.varies_numbers:
                 member = tx.children[0]
             members.append((name, member))
@@ -366,6 +366,7 @@ def _on_owners(tx: Transform, binding: Binding, state_parameters: StateParameter
         donate: Donation = NOTHING,
         **extras: Any,
     ):
+        """Update the matrices of these parameters, which the ranks exchange."""
         call = Arguments(updates, state, params, donate, extras)
         stage = stage_for(tuple(tree.names(call.like)), tree.device_of(call.like))
         return stage.update(call, state_parameters)
@@ -376,12 +377,13 @@ def _on_owners(tx: Transform, binding: Binding, state_parameters: StateParameter
 def _matrix_stage(
     tx: Transform, binding: Binding, names: Sequence[str], device: torch.device
 ) -> MatrixStage:
-    """Return the matrix stage of a transform or a chain, which updates whole matrices of the named parameters.
+    """Return an object that gathers each matrix on one rank (its owner), and runs a transform or a chain there.
 
-    Its plan has the rank that computes each matrix (its owner).
+    ``names`` are the parameters whose matrices it updates.
     """
     members = chain_entries(tx) or {tx.name: tx}  # a single transform counts as a chain of one
-    plan = binding.plan(tuple(members.items()), names, device)
+    plan = binding.plan(tuple(members.items()), names, device)  # has the owner of each matrix
+    # An owner may compute some matrices of a stack only.
     tx_on_stacks = tx
     if plan.stacks:
         shapes = {name: plan.specs[name].shape for name in plan.stacks}
@@ -431,6 +433,7 @@ def _on_all(tx: Transform, binding: Binding):
         donate: Donation = NOTHING,
         **extras: Any,
     ):
+        """Run ``tx`` on the gathered updates, and return this rank's shards of the result."""
         # 1. The whole updates and, if the caller passed them, the whole parameters.
         whole_updates = binding.gather(updates)
         whole_params: PyTree = None

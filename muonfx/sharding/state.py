@@ -74,11 +74,11 @@ class LeafPlacement:
 
 @by_structure
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
-    """Return, for each leaf of a state, which ranks hold it and its shapes. A leaf that is None has None.
+    """Return a placement for each leaf of a state: which ranks hold it, its whole shape, and its shape on this rank.
 
     For example, a momentum of shape (4, 8) is sharded like the parameter "w", and a step count is equal on all ranks.
-    `init` runs twice on meta tensors, which have shapes without values. From parameters in the shapes of this rank's
-    shards, it gives the leaves as this rank has them. From whole parameters, it gives the shapes of the whole leaves.
+    Where no rank has a tensor, the placement is None. `init` runs twice on meta tensors, which have shapes without
+    values: on shards, for the shapes on this rank, and on whole parameters, for the whole shapes.
     """
     # 1. The leaves of this rank. Not within the block below: this may be the first `init` that warns.
     state_on_rank = binding.init(tx, binding.local_like(params))
@@ -118,14 +118,18 @@ def _placements_of_all(
 
 
 def _plans_of(binding: Binding, root: Visit) -> dict[Visit, RunPlan]:
-    """Return, for each transform that needs whole matrices, the plan that has their owners. One rank has no plans."""
+    """Return, for each transform that needs whole matrices, the plan with the rank that computes each of its matrices.
+
+    `root` is the visit of the outermost transform, from which the others are found.
+    """
     plan_of: dict[Visit, RunPlan] = {}
-    if binding.holds_all:
+    if binding.holds_all:  # a single rank, which needs no plan
         return plan_of
+    # A stage has the visits of neighbours in a chain, such as `orthogonalize` and `normalize_neurons`, with one plan.
     for stage in matrix_stages(root):
         params = stage[0].params
         plan = binding.plan(run_of(stage), tree.names(params), tree.device_of(params))
-        for visited in stage:  # neighbours in a chain, which share a plan
+        for visited in stage:
             plan_of[visited] = plan
     return plan_of
 
@@ -138,10 +142,12 @@ def _placements(
     `visited` is the transform, with its parameters (whole, on the meta device) and the path of its state. `plan` says
     which rank computes each matrix, if the transform needs whole matrices.
     """
-    # Its caller may store its state in a form of its own, and has described it.
-    if visited.state is None:
+    path_of_state = visited.state
+    if (
+        path_of_state is None
+    ):  # a transform that calls this one stores its state in another form, and describes it
         return {}
-    # Of this transform alone, with whole leaves.
+    # The state of this transform alone, with whole leaves.
     state = fixed(visited).functions.init(visited.params)
     leaves = tree.leaves(state)
     # For each leaf, the parameter to which it belongs.
@@ -153,7 +159,7 @@ def _placements(
     placements: dict[Path, LeafPlacement] = {}
     for path_in_state, name, leaf in zip(tree.paths(state), param_names, leaves, strict=True):
         if isinstance(leaf, Tensor):
-            path = (*visited.state, *path_in_state)
+            path = (*path_of_state, *path_in_state)
             placements[path] = _placement_of_leaf(leaf, name, shape_of, plan)
     return placements
 
@@ -161,13 +167,17 @@ def _placements(
 def _placement_of_leaf(
     leaf: Tensor, name: str | None, shape_of: Mapping[str, torch.Size], plan: RunPlan | None
 ) -> LeafPlacement:
-    """Return the placement of a whole leaf that belongs to the parameter called `name`; None: to no parameter.
+    """Return the placement of a leaf of the state, which is whole here: on the owners of matrices, sharded, or equal.
 
-    `shape_of` has the shapes of the parameters. `plan` has the owners of matrices, if the transform needs whole
-    matrices.
+    Args:
+        leaf: the whole leaf.
+        name: the parameter to which it belongs; None for a leaf such as a counter.
+        shape_of: the shapes of the parameters by name.
+        plan: has the owners of matrices (the ranks that compute them), if the transform needs whole matrices.
     """
     shape = tuple(leaf.shape)
-    if name is not None and plan is not None:  # each owner holds it for its matrices
+    # 1. Each owner holds it for its matrices.
+    if name is not None and plan is not None:
         shards = plan.shards_of.get(name, ())
         shard_of_rank: MatrixShard | None = None
         for shard in shards:  # at most one is computed by this rank
@@ -176,10 +186,11 @@ def _placement_of_leaf(
         return LeafPlacement(
             name, shape, leaf.dtype, owned=True, shards=shards, shard=shard_of_rank
         )
-    # It cannot be sharded like its parameter.
-    if name is not None and leaf.shape != shape_of.get(name, leaf.shape):
-        name = None
-    return LeafPlacement(name, shape, leaf.dtype)
+    # 2. It is sharded like its parameter, such as a momentum.
+    if name is not None and leaf.shape == shape_of.get(name, leaf.shape):
+        return LeafPlacement(name, shape, leaf.dtype)
+    # 3. Every rank has it, such as a count, or a norm of a parameter, which has another shape.
+    return LeafPlacement(None, shape, leaf.dtype)
 
 
 def _is_equal_on_all_ranks(binding: Binding, visited: Visit, state: PyTree) -> bool:
@@ -224,13 +235,14 @@ def leaf_to_dtensor(
         return leaf
     if placement.name not in layout.dtensors or is_dtensor(leaf):
         return leaf
-    computes_no_matrices = placement.local is None
-    # The leaf of the owners' matrices.
-    if placement.owned and (computes_no_matrices or leaf is not None):
-        return _owned_to_dtensor(layout, placement, placement.name, leaf)
-    if leaf is None:  # the transform has no state for this parameter
+    # 1. The leaf is None here because other ranks compute all matrices of the parameter, and hold it.
+    is_on_other_ranks = placement.owned and placement.local is None
+    if leaf is None and not is_on_other_ranks:  # no rank has it
         return None
-    # The leaf is sharded like its parameter.
+    if placement.owned:
+        return _owned_to_dtensor(layout, placement, placement.name, leaf)
+    # 2. The leaf is sharded like its parameter.
+    assert leaf is not None
     return parameter_like(layout, placement.name, leaf, old_leaf)
 
 
@@ -396,15 +408,16 @@ def own_what_they_hold(
     A leaf of the state with this `shape`, such as (4,), can have the same placement.
     """
     spec = layout.dtensors[name]
+    # 1. No matrix is split: the stack is sharded along dim 0 only, which counts the matrices.
     for placement in cast("Sequence[Any]", spec.placements):
         is_along_dim_0 = placement.is_replicate() or placement.dim == 0
         if not is_along_dim_0:
             return False
-    has_entry_for_each_matrix = tuple(shape[:1]) == tuple(spec.shape[:1])
-    if not has_entry_for_each_matrix:
+    # 2. The leaf has an entry for each matrix.
+    if tuple(shape[:1]) != tuple(spec.shape[:1]):
         return False
-    # A rank computes one of the shards at most, because a plan never gives it two ranges of a stack. "local": it alone
-    # holds its shard.
+    # 3. Nothing is sent: the rank that computes a range of matrices is the only one that holds them. A plan gives a
+    # rank one range at most, so it computes all that it holds.
     return all(shard.route == "local" for shard in shards)
 
 

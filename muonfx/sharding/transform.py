@@ -384,11 +384,12 @@ def agreed_call(
     if layout.group is None or layout.size == 1:
         local, _ = _checked_call(binding, tx, call, check=check)
         return local
-    # 1. In the first step without `init`: the ranks have the same transform and parameters.
+    # 1. In a first step without `init`, which would have compared them: the transform and the parameters are the same.
     if progress.serial is None:
         verify_ranks(binding, tx, call.like)
         progress.serial = _next_serial(layout)
-    # 2. In every step: the arguments of this rank are correct.
+    # 2. In every step: the arguments of this rank are correct. `unplaced` are the names of gradients that are partial
+    # sums, for example, which are not sharded like their parameters.
     with errors_on_all_ranks(layout.group):
         local, unplaced = _checked_call(binding, tx, call, check=check)
         facts = _facts_of_step(binding, progress, tx, local)
@@ -406,13 +407,15 @@ def agreed_call(
     # 4. In the first step after `init` or a load on any rank: the replicas have equal values.
     if agreement.is_requested:
         _verify_replicas(binding, tx, local)
+        # From now on, the first gradient of each parameter is compared, too.
         progress.lacking = frozenset(tree.names(local.updates))
-    # 5. Gradients that are None on some ranks, or partial sums, are completed. Replicas should then have equal ones.
+    # 5. Complete the gradients that are None on some ranks, or partial sums.
     if agreement.missing or unplaced:
         completed = complete_gradients(
             layout, call.updates, agreement.missing, tree.device_of(local.like)
         )
         local = local._replace(updates=completed)
+    # 6. Until each parameter has had a gradient: replicas have equal first gradients.
     if progress.lacking:
         _compare_first_gradients(progress, layout, local.updates)
     progress.verified(local.state)
@@ -454,20 +457,25 @@ def _checked_call(
     Also return the names of the gradients with other DTensor placements than their parameters, such as Partial. With
     `check`, the trees of updates, params and state are compared with each other too.
     """
+    # 1. Local tensors in place of DTensors.
     updates = local_tree(call.updates)
     params = local_tree(call.params)
     local = Arguments(updates, call.state, params, Donation.of(call.donate), call.extras)
+    # 2. The names of extra arguments, such as "value"; the dtypes, the shards and the trees.
     check_extras(tx, call.extras)
     _require_plain_extras(call.extras)
     checks.check_floating("updates", local.updates)
     unplaced = unplaced_shards(binding.layout, call.updates)
     if check:
         _check_trees(binding, tx, call, local)
+    # 3. The values of extra arguments, which some of the transforms within `tx` check.
     if call.extras:
         transforms = [visited.tx for visited in binding.visits(tx, local.like)]
         check_values_of_extras(transforms, call.extras)
+    # 4. Room for a new state on the disk, if it is offloaded.
     if binding.store != IN_MEMORY:
         require_room(binding.store, local.state, local.like, local.donate)
+    # For conversions of the state, such as `to_global`, that are called without parameters.
     binding.remember_shapes(tx, local.like)
     return local, unplaced
 
@@ -522,8 +530,9 @@ class _PreparedFacts(NamedTuple):
 def _facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arguments) -> Facts:
     """Return the values that must be equal on all ranks in a step, by the subject that an error names.
 
-    For example, "numbers in their chains" is ``{"muon.momentum": 0.95}``. The ranks compare one hash of all values. If
-    rank 1 has another momentum, the error is "the ranks have different numbers in their chains: ...".
+    For example, ``{"numbers in their chains": {"muon.momentum": 0.95}, "numbers of completed steps ...": 7, ...}``. The
+    ranks compare one hash of all values. If rank 1 has another momentum, the error is "the ranks have different numbers
+    in their chains: ...".
 
     Args:
         binding: runs transforms over the ranks.
@@ -724,11 +733,11 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     if is_global(state):
         return state
     local = local_state(binding, inner, like, state)
-    # The state must be one that `init` would return on this rank.
+    # The state must be one that `init` would return on this rank, for parameters in the containers of the caller, such
+    # as nested dicts. They are known from `params`, or from an earlier use of ``tx``.
     checked = local
     has_containers = params is not None or inner.treedef in binding.likes
-    # `like` is a flat dict of names, but the parameters, and so the state, may be nested
-    if not has_containers:
+    if not has_containers:  # then `like` is a flat dict by name
         checked = _in_containers_of(binding.init(inner, like), local)
     binding.check_state(inner, local_tree(like), checked, with_dtypes=False)
     # Each leaf gets its position in the whole tensor, such as "elements 0 to 4".
@@ -771,7 +780,8 @@ def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     """
     # `inner` is the transform for whole tensors, and `like` has the shapes of the parameters.
     binding, inner, like = binding_of(tx, params)
-    # This counts as loading a state: steps are counted from 0 again, and the next update compares the replicas.
+    # A state in this form was usually loaded. So the object that counts the steps of ``tx`` counts from 0 again, and
+    # the next update compares the replicas.
     progress = _progress_of(tx.structure.memory, binding, inner)
     progress.load()
     local = local_state(binding, inner, like, state)

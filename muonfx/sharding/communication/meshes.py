@@ -68,11 +68,12 @@ def cuts_on_meshes(
     have_different_ranks = len(set(ranks_of.values())) > 1
     if have_different_ranks:  # another rank may have a mesh that this rank does not have
         meshes_of_ranks = _meshes_of_all_ranks(specs, dtensors, ranks_of, coordinates_on, group)
-        for mesh, corresponding in meshes_of_ranks.items():
-            # A rank that is not on this mesh is on its own one, and its coordinates there count.
-            coordinates = [mesh_of_rank.coordinates for mesh_of_rank in corresponding]
+        for mesh, mesh_of_each_rank in meshes_of_ranks.items():
+            # In the example, ranks 1 and 3 are not on the mesh of ranks 0 and 2. They have the coordinates 0 and 1 on
+            # their own mesh, so that the four ranks have the coordinates 0, 0, 1 and 1.
+            coordinates = [mesh_of_rank.coordinates for mesh_of_rank in mesh_of_each_rank]
             coordinates_on[mesh] = MeshCoordinates(tuple(mesh.shape), coordinates)
-            digests = {mesh_of_rank.ranks for mesh_of_rank in corresponding}
+            digests = {mesh_of_rank.digest_of_ranks for mesh_of_rank in mesh_of_each_rank}
             if len(digests) > 1:
                 meshes_that_differ.append(mesh)
     cuts = cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks))
@@ -85,8 +86,8 @@ def cuts_on_meshes(
 class _MeshOfRank(NamedTuple):
     """One mesh of a rank, as the rank describes it to the others."""
 
-    ranks: str
-    """The digest of the ranks on the mesh, which may be many."""
+    digest_of_ranks: str
+    """A hash of the ranks on the mesh, which may be many."""
     coordinates: tuple[int, ...] | None
     """The coordinates of this rank on the mesh; None if it is not on it."""
 
@@ -98,11 +99,12 @@ def _meshes_of_all_ranks(
     coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
     group: dist.ProcessGroup,
 ) -> dict[DeviceMesh, list[_MeshOfRank]]:
-    """Return, for each mesh of this rank, the mesh of each rank that corresponds to it. All ranks call this together.
+    """Return, for each mesh of this rank, the mesh that each rank has in its place. All ranks call this together.
 
-    The first meshes of all ranks correspond to each other, then the second ones, and so on. For example, ranks 0 and 2
-    have one mesh, on which "w" is split, and ranks 1 and 3 have another. With the coordinates (0,), (0,), (1,) and (1,)
-    of ranks 0 to 3, each on its own mesh, ranks 0 and 1 hold the same half of "w".
+    The first mesh of a rank is in the place of the first mesh of any other, and so on. For example, "w" is split over
+    the mesh of ranks 0 and 2 on these two ranks, and over the mesh of ranks 1 and 3 on the other two. Each rank then
+    has one mesh, and the result is a list of four for it: the digests of the ranks 0 and 2, 1 and 3, 0 and 2, and 1 and
+    3, with the coordinates (0,), (0,), (1,) and (1,).
 
     `cuts_on_meshes` describes the arguments; ``coordinates_on`` has the coordinates of all ranks on each mesh. The
     result is empty if the ranks have different parameters: the binding of a transform to the layout is then an error
@@ -116,8 +118,7 @@ def _meshes_of_all_ranks(
         meshes_of_this_rank.append(
             _MeshOfRank(digest(ranks), coordinates_on[mesh].coordinates[rank])
         )
-    # 2. The same of all ranks.
-    # a rank that failed before this has reported its error, which is raised here
+    # 2. The same of all ranks. If a rank has failed before this, its error is raised here.
     wait_for_all(group, CONSTRUCTING)
     messages = all_objects((description, meshes_of_this_rank), group, "finding out who holds what")
     have_different_models = any(
@@ -125,10 +126,10 @@ def _meshes_of_all_ranks(
     )
     if have_different_models:
         return {}
-    corresponding: dict[DeviceMesh, list[_MeshOfRank]] = {}
+    meshes_of_ranks: dict[DeviceMesh, list[_MeshOfRank]] = {}
     for index, mesh in enumerate(ranks_of):
-        corresponding[mesh] = [meshes[index] for _, meshes in messages]
-    return corresponding
+        meshes_of_ranks[mesh] = [meshes_of_rank[index] for _, meshes_of_rank in messages]
+    return meshes_of_ranks
 
 
 def _description(

@@ -392,9 +392,10 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
 
 
 def _candidates(matrices: Sequence[_Matrix]) -> list[tuple[int, ...]]:
-    """Return, for each matrix of a stack, the rank or ranks of which one will compute it.
+    """Return, for each matrix of a stack, the ranks of which one will compute it: usually a single rank.
 
-    Neighbouring matrices that the same ranks hold are divided among these ranks. Here ranks 4 and 5 hold all of them:
+    Neighbouring matrices that the same ranks hold are divided among these ranks. Here ranks 4 and 5 hold all three
+    matrices; rank 4 computes the first, and rank 5 the others:
 
     >>> _candidates([_Matrix(ranks=(4, 5), complete=True, with_largest_part=(4, 5))] * 3)
     [(4,), (5,), (5,)]
@@ -422,21 +423,22 @@ def _candidates_of_neighbours(
     `matrices_on` has, by rank, of how many matrices of the whole stack it holds elements.
     """
     ranks = neighbours[0].ranks
+    count = len(neighbours)
     # 1. With at least as many matrices as ranks, each rank computes an equal range of them.
-    if len(neighbours) >= len(ranks):
-        return [(owner,) for owner in _in_equal_ranges(ranks, len(neighbours))]
-    # 2. With fewer matrices, each of them gets a rank of its own: one that holds the largest part of every matrix.
-    # `with_ranks_of_their_own` chooses them later, by load.
+    if count >= len(ranks):
+        return [(owner,) for owner in _in_equal_ranges(ranks, count)]
+    # 2. With fewer matrices, each may get a rank that computes no other. `with_ranks_of_their_own` chooses it later, by
+    # load, among the ranks that hold the largest part of every matrix.
     candidates = set(ranks)
     for matrix in neighbours:
         candidates.intersection_update(matrix.with_largest_part)
-    are_enough = len(candidates) >= max(len(neighbours), 2)
-    # A rank that also holds elements of other matrices may compute one of these too, such as matrices 0 and 4. But it
-    # has one tensor of state for the stack, of one range.
-    hold_no_others = all(matrices_on[rank] == len(neighbours) for rank in candidates)
-    if are_enough and hold_no_others:
-        return [tuple(sorted(candidates))] * len(neighbours)
-    # 3. If that is not possible, a matrix is computed by the first rank with the largest part, which receives least.
+    has_choice = len(candidates) > 1 and len(candidates) >= count
+    # Where a candidate holds elements of further matrices of the stack, it may have to compute one of them. A rank has
+    # one tensor of state for the stack, of one range: it could not compute matrices 0 and 4, for example.
+    hold_no_others = all(matrices_on[rank] == count for rank in candidates)
+    if has_choice and hold_no_others:
+        return [tuple(sorted(candidates))] * count
+    # 3. Otherwise the first rank with the largest part of a matrix computes it, since it receives least.
     return [matrix.with_largest_part[:1] for matrix in neighbours]
 
 
