@@ -352,28 +352,29 @@ def agree_on_leaves(
     """
     if layout.size == 1:
         return LeafAgreement({}, request)
-    codes = _codes_of_leaves(values, unplaced)
-    # The ranks first compare one digest of the codes of all leaves. A code is a number for the dtype, or for None. Only
-    # if the digest differs do they send the codes.
     group = require_group(layout)
     names = tree.names(values)
+    codes = _codes_of_leaves(values, unplaced)  # for each leaf, a number for its dtype, or for None
 
-    def facts() -> Facts:
-        further_facts = same
+    def facts_for_error() -> Facts:
+        """Return the facts in full, of which `agree` gets hashes."""
+        facts = same
         if explain is not None:
-            further_facts = explain()
-        return {**_facts_of_tree(layout, names), **further_facts}
+            facts = explain()
+        return {**_facts_of_tree(layout, names), **facts}
 
+    # 1. The ranks compare one hash of all codes. It may differ, and everything else may not.
     agreement = agree(
         operation,
         group,
         same={"trees": _tree_digest(layout, tuple(names)), **same},
         compared=[codes],
-        explain=facts,
+        explain=facts_for_error,
         request=request,
     )
-    if agreement.are_equal:
+    if agreement.are_equal:  # no leaf is None on some ranks only
         return LeafAgreement({}, agreement.is_requested)
+    # 2. They send the codes, to find these leaves.
     codes_of_rank = _codes_of_all_ranks(codes, layout.rank, group)
     return LeafAgreement(_missing_on_some(names, codes_of_rank), agreement.is_requested)
 
@@ -459,8 +460,10 @@ def _missing_on_some(
             )
         is_on_some_ranks = bool(codes_of_tensors) and _NONE in codes
         if is_on_some_ranks:
-            common_code = codes_of_tensors.pop()
-            dtype = DTYPES[common_code % _UNPLACED - 1]
+            (common_code,) = codes_of_tensors
+            is_unplaced = common_code > _UNPLACED
+            code_of_dtype = common_code - _UNPLACED if is_unplaced else common_code
             ranks = frozenset([rank for rank, code in enumerate(codes) if code != _NONE])
-            missing[name] = MissingLeaf(dtype, ranks, is_unplaced=common_code > _UNPLACED)
+            # The codes of dtypes begin with 1.
+            missing[name] = MissingLeaf(DTYPES[code_of_dtype - 1], ranks, is_unplaced)
     return missing

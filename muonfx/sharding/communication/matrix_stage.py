@@ -226,16 +226,19 @@ class Step:
         self.names_to_overwrite = self._find_names_to_overwrite()
         # This rank's shards of the results, by parameter name; each scatter adds those of its bucket.
         self.updated_shards: dict[str, Tensor] = {}
-        # Each of several buckets takes a part of the state. A state that is not in memory is loaded bucket by bucket.
+        # The state. It is divided if there are several buckets, or if it is in a file, from which it is loaded bucket
+        # by bucket.
+        self._state = call.state
         self._bucketed: BucketedState | None = None
-        self._state = call.state  # if it is not divided
         is_divided = len(self._buckets) > 1 or stage.store != IN_MEMORY
         if is_divided:
-            device = device_of(call.updates, call.params)
-            names = [bucket.computed_names for bucket in self._buckets]
-            parameters = state_parameters.of(call.state, call.updates)  # of each leaf of the state
             self._bucketed = BucketedState(
-                stage.store, device, call.state, parameters, names, call.donate
+                stage.store,
+                device_of(call.updates, call.params),
+                call.state,
+                parameters=state_parameters.of(call.state, call.updates),
+                buckets=[bucket.computed_names for bucket in self._buckets],
+                donate=call.donate,
             )
 
     def _find_names_to_overwrite(self) -> set[str]:
@@ -390,16 +393,17 @@ class _Gather:
         shape (2, 4, 2) is allocated, and the result is ``{"v": stack[0], "w": stack[1]}``.
         """
         matrices: dict[str, Tensor] = {}
-        # The parts of each matrix that the ranks send, such as some rows.
+        # For each matrix, its parts (boxes) that the ranks send, such as some rows: views of the matrix.
         boxes_of: dict[str, Sequence[Tensor]] = {}
-        # `members` are the matrices of one stack, as their transfers: which rank sends which part.
-        for members in self._members_of_stacks():
-            names = [local.shard.name for local in members]
-            stack = self._allocate_stack(members)
-            boxes_of_members = _boxes_of_entries(stack, members[0])
+        # `transfers` say for each matrix of one stack which rank sends which part.
+        for transfers in self._members_of_stacks():
+            names = [transfer.shard.name for transfer in transfers]
+            stack = self._allocate_stack(transfers)
             matrices.update(zip(names, stack.unbind(), strict=True))
-            boxes_of.update(zip(names, boxes_of_members, strict=True))
-        # The values arrive in the boxes, which are views of the stacks.
+            # All matrices of a stack have the same parts, so that those of the first suffice.
+            boxes_of_entries = _boxes_of_entries(stack, transfers[0])
+            boxes_of.update(zip(names, boxes_of_entries, strict=True))
+        # The values arrive in the boxes, and so in the matrices.
         exchange.wait(self._incoming(boxes_of))
         return matrices
 
@@ -533,22 +537,22 @@ class _Scatter:
         1. Its own two rows are in ``outgoing[0]``, and are only copied.
         """
         layout = self._step.stage.layout
-        # The matrices of which any rank sends results, with their transfers.
-        returned = self._bucket.returned
+        transfers = self._bucket.returned  # of each matrix of which any rank sends the result
+        # 1. The boxes that this rank sends to each rank.
         outgoing = lists_by_rank(layout)
-        for local in returned:
-            result = results[local.shard.name]
-            # Another rank computes it and sends the result.
-            if not local.computes or result is None:
+        for transfer in transfers:
+            result = results[transfer.shard.name]
+            if not transfer.computes or result is None:  # another rank computes and sends it
                 continue
-            result_as_shard = local.shard.as_shard(result)
-            # Where a box is in the result, and the ranks that hold it.
-            for owner_box in local.owner_boxes:
+            result_as_shard = transfer.shard.as_shard(
+                result
+            )  # in the shape of which boxes are parts
+            for owner_box in transfer.owner_boxes:
                 box = owner_box.view.of(result_as_shard)
                 for rank in owner_box.holders:
                     outgoing[rank].append(box)
-        # The message has one dtype. All updates are on one device.
-        updates = [self._step.local_updates[local.shard.name] for local in returned]
+        # 2. The message, of one dtype. All updates are on one device.
+        updates = [self._step.local_updates[transfer.shard.name] for transfer in transfers]
         wire_dtypes = {
             self._step.stage.plan.wire_dtypes(update.dtype).results for update in updates
         }

@@ -139,8 +139,8 @@ def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generato
         group = find_group()
         if group is None or dist.get_world_size(group) == 1:  # no rank waits for this one
             raise
-        # A barrier passed in the block is usually that of the block, after which the ranks exchange their errors
-        # themselves. An error that an inner block has reported counts as one, too.
+        # If the ranks have met at the barrier in the block, none waits there any more, and they exchange later errors
+        # themselves. `report_failure` counts as a meeting: an inner block has then reported this error.
         barrier = group.group_name, CONSTRUCTING
         has_met_others = _barriers_passed[barrier] > passed_before[barrier]
         if not has_met_others:

@@ -326,9 +326,10 @@ def _sets_to_split(
 ) -> list[set[int]]:
     """Return the choices that `_owners` compares. Each is a set of shards that one rank computes for all, by index.
 
-    All ranks hold such a shard. With `replicas` "everyone", every rank computes it, and with "split", one rank. With
-    "auto", three choices are compared: if only shard 2 of three is slower to compute than to send, they are none, this
-    one, and all: ``[set(), {2}, {0, 1, 2}]``. This one need not be the best: to split a single matrix saves no time.
+    Only shards that all ranks hold can be computed by one rank for all, or by every rank for itself. With `replicas`
+    "everyone", every rank computes all of them, and with "split", one rank computes each. With "auto", there are three
+    choices: none, those that take longer to compute than to send, and all. If shard 2 of three takes longer, the result
+    is ``[set(), {2}, {0, 1, 2}]``.
     """
     none: set[int] = set()
     all_replicated = {index for index, shard in enumerate(shards) if shard.is_on_all_ranks}
@@ -336,7 +337,7 @@ def _sets_to_split(
         return [none]
     if replicas == "split":
         return [all_replicated]
-    # Shards that take longer to compute than to send. Every rank better computes the others itself.
+    # Their choice need not be the best, since to split a single matrix saves no time.
     slower_to_compute: set[int] = set()
     for index in all_replicated:
         seconds_to_send = shards[index].nbytes / machine.bandwidth

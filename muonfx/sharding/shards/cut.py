@@ -238,12 +238,13 @@ class OnMesh(Cut):
                 self._mesh_dims_of[placement.dim].append(mesh_dim)
 
     def _at(self, rank: int) -> ShardPosition:
-        coordinates = self.mesh.coordinates[rank]
+        """Return the position of the shard that a rank holds."""
+        coordinates = self.mesh.coordinates[rank]  # such as (3, 1)
         if coordinates is None:  # the rank is not on the mesh and holds nothing
             return ShardPosition.interval(self.shape, 0, 0)
-        # The coordinates along mesh dims that split the tensor, for each dim of the tensor; the others distinguish
-        # replicas. If the mesh has the dims (data, model), and "model" splits the rows of a matrix, the rank at (3, 1)
-        # has [(1,), ()].
+        # For each dim of the tensor, the coordinates along the mesh dims that split it. If the mesh has the dims (data,
+        # model), and "model" splits the rows of a matrix, the rank at (3, 1) has [(1,), ()]: all ranks with 1 have
+        # the same shard.
         coordinates_of_dims: list[tuple[int, ...]] = []
         for mesh_dims in self._mesh_dims_of:
             along_mesh_dims = [coordinates[mesh_dim] for mesh_dim in mesh_dims]

@@ -41,17 +41,22 @@ class ShardView(NamedTuple):
     def of(self, local: Tensor) -> Tensor:
         """Return this box of a shard, given as the tensor `local`, as a view.
 
-        In a 1-d shard, the box is a part of an interval: ``local[start : start + numel]`` is viewed as a matrix, of
-        which some rows and columns are selected.
+        For a 1-d shard, the elements 2 to 7 may be viewed as a matrix of shape (3, 2), of which a column is selected:
+
+        >>> view = ShardView(interval=(2, 6), sizes=(3, 2), narrowed=((1, 0, 1),))
+        >>> view.of(torch.arange(10)).flatten()
+        tensor([2, 4, 6])
         """
+        box = local
         if self.interval is not None:
             start, numel = self.interval
-            if numel != local.numel():
-                local = local.narrow(0, start, numel)
-            local = local.view(self.sizes)
+            is_whole_shard = numel == local.numel()
+            if not is_whole_shard:
+                box = box.narrow(0, start, numel)
+            box = box.view(self.sizes)
         for dim, start, length in self.narrowed:
-            local = local.narrow(dim, start, length)
-        return local
+            box = box.narrow(dim, start, length)
+        return box
 
     def of_each(self, stack: Tensor) -> tuple[Tensor, ...]:
         """Return this box of each of several shards of one shape, which are stacked along dim 0, as views.
@@ -160,14 +165,13 @@ class ShardPosition(NamedTuple):
         """
         # For each dim, the indices of the part in the whole tensor, as spans: here rows (0, 2), columns (0, 2), (4, 6).
         spans_by_dim = list(map(_spans_within, self.spans, local_box.offsets, local_box.sizes))
-        # A box of both rows and columns 0 and 1 would be in another order than the shard, whose row 0 continues with
-        # column 4. So each index of a dim before one with gaps (here each row) has boxes of its own.
-        last_dim_with_gaps = 0
-        for dim, spans in enumerate(spans_by_dim):
-            if len(spans) > 1:
-                last_dim_with_gaps = dim
-        for dim in range(last_dim_with_gaps):
-            spans_by_dim[dim] = _one_by_one(spans_by_dim[dim])
+        # The shard has its elements row by row: after columns 0 and 1 of row 0 come its columns 4 and 5. A box of
+        # columns 0 and 1 of both rows would have another order. So where a dim has gaps, each index of the dims before
+        # it (here each row) has boxes of its own.
+        dims_with_gaps = [dim for dim, spans in enumerate(spans_by_dim) if len(spans) > 1]
+        if dims_with_gaps:
+            for dim in range(dims_with_gaps[-1]):
+                spans_by_dim[dim] = _one_by_one(spans_by_dim[dim])
         combinations = product(*spans_by_dim)
         return list(map(Box.of_spans, combinations))
 
