@@ -283,7 +283,7 @@ def _used_labels(labels: object) -> set[str]:
         return {"muon", "adamw"}
     if not isinstance(labels, Mapping):  # a function, or a tree that is no dict
         return set()
-    # None: the parameter is not updated.
+    # A parameter with the label None is not updated.
     used_labels = [label for label in labels.values() if label is not None]
     if not all(isinstance(label, str) for label in used_labels):  # a tree of labels
         return set()

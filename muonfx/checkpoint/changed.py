@@ -533,7 +533,7 @@ class ChangedTarget(Target):
         Two parameters were in the transforms "a" and "b", with the counts ``{"a/count": 100, "b/count": 7}``, and now
         both are in "a". No value of "a/count" is right for both.
         """
-        # Such as "a/count", ["a/count", "b/count"].
+        # The count "a/count" of the tree, for example, comes from the saved counts ["a/count", "b/count"].
         for name, stored_names in self.sources.equal_counts.items():
             counts = {
                 stored_name: self.compared_counts[stored_name].item()

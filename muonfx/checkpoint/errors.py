@@ -83,7 +83,7 @@ def mismatch(where: str, problems: Sequence[str], advice: Sequence[str]) -> Mism
         first_of_each_kind(problems)
     )
     if advice:
-        # Each sentence once, in order.
+        # The dict has each sentence once, in order.
         text += "\nwhat to do:\n  " + "\n  ".join(dict.fromkeys(advice))
     return MismatchError(text, problems)
 

@@ -147,7 +147,7 @@ def inspect_and_keep(path: Path) -> Generator[Index]:
     Raise `ReplacedError` if a save replaced the checkpoint before its index could be locked.
     """
     with ExitStack() as stack:  # closes the index at the end of the block, which ends the lock
-        # Not around the caller's block, whose errors are of other files.
+        # The context ends before the caller's block, whose errors are of other files.
         with _errors_of_index(path):
             file = open_regular(path / INDEX)
             stack.callback(close_read, file)

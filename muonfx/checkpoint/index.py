@@ -340,7 +340,7 @@ def _file(entry: Any) -> DataFile:
 
     Raise for a name such as "../../etc/passwd": the reader opens only files that a save can have named.
     """
-    # Such as {"name": "data-...", "nbytes": 96, "header_nbytes": 80, "header_crc32": "..."}.
+    # An entry is {"name": "data-...", "nbytes": 96, "header_nbytes": 80, "header_crc32": "..."}, for example.
     file = DataFile(**entry)
     _require_sizes([file.nbytes, file.header_nbytes])
     if save_id_of(file.name) is None:

@@ -216,7 +216,7 @@ def in_section(name: str, section: str | None) -> bool:
 
 def is_sharded(leaf: Any) -> bool:
     """Return whether a leaf is of a class that describes its shards, such as `FlatShard` or a DTensor."""
-    # Of the class, since tensors look up a missing attribute slowly.
+    # The class is tested, since tensors look up a missing attribute slowly.
     return hasattr(type(leaf), "__create_chunk_list__")
 
 

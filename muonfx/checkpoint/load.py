@@ -617,7 +617,7 @@ class Target:
 
     def _require_same_scheduler(self, index: Index) -> None:
         """Raise if the checkpoint has the state of a scheduler of another class, such as StepLR, not LambdaLR."""
-        # Such as {"class": "StepLR", "state": {...}}.
+        # A saved scheduler is {"class": "StepLR", "state": {...}}, for example.
         saved_scheduler = index.objects.get(SCHEDULER)
         if self.request.scheduler is None or saved_scheduler is None:
             return  # nothing to compare; `match` reports one that is missing

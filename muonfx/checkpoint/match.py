@@ -250,7 +250,8 @@ def moved_leaves(stored: Shapes, expected: StateSpec, rules: Rules) -> dict[str,
     stored_shapes = _leaves_to_match(stored, all_shapes, rules.allow_extra)
     if shapes.keys() <= stored_shapes.keys() or stored_shapes.keys() <= shapes.keys():
         return {}  # the usual case: no leaf has another name, at most some are missing or extra
-    # From leaf name to name in the checkpoint, and for some step counts all counts that they could come from.
+    # `source_of` has the name in the checkpoint for each leaf, and `equal_counts` all counts that a step count may
+    # come from.
     source_of, equal_counts = find_sources(shapes, stored_shapes)
     moved = {name: stored_name for name, stored_name in source_of.items() if name != stored_name}
     # Several states become one, whose step counts may differ; or a leaf that is stored would get another one's values.
@@ -454,7 +455,7 @@ class _Comparison:
         }
         for argument, patterns in arguments.items():
             for pattern in patterns:
-                # From True, which allows all leaves and need not match one.
+                # The pattern "*" comes from True, which allows all leaves and need not match one.
                 is_for_all = pattern == "*"
                 if not is_for_all and not any(matches(pattern, name) for name in names):
                     self.problems.append(_useless_pattern(argument, pattern, names))
@@ -490,7 +491,7 @@ class _Comparison:
 
         For example ["to ignore leaves of the checkpoint: allow_extra=['adamw/mu']"].
         """
-        # Such as "model", if the checkpoint has "model/w".
+        # The section is "model", for example, if the checkpoint has "model/w".
         model_section = self.section_of_model(missing)
         if model_section is not None:
             renaming = {model_section: PARAMS}
@@ -718,7 +719,7 @@ def shortest_levels(names: Collection[str], all_names: Iterable[str]) -> list[st
         levels_of_others.update(_first_levels(name))
     shortest: dict[str, None] = {}  # each once, in order
     for name in names:
-        # From short to long: "mu" and "mu/a" for "mu/a".
+        # The levels are tried from short to long: "mu" and "mu/a" for "mu/a".
         unique_levels = [levels for levels in _first_levels(name) if levels not in levels_of_others]
         unique_levels.append(name)  # the only one if another name begins with it, as "a/b" with "a"
         shortest[unique_levels[0]] = None

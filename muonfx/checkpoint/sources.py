@@ -115,7 +115,7 @@ def _stored_transforms(states: States, stored_states: States) -> dict[str, str]:
     free_states = {
         name: shapes for name, shapes in stored_states.items() if name not in stored_transform_of
     }
-    # By the transform in the checkpoint: those that may have its state now.
+    # For each transform in the checkpoint, these are the transforms that may have its state now.
     moved_to: dict[str, list[str]] = {}
     for transform, shapes in states.items():
         if transform in stored_transform_of:
@@ -173,7 +173,7 @@ def equal_levels(first: str, second: str) -> int:
     2
     """
     equal = 0
-    # From the last level to the first; the longer name has more levels than are compared.
+    # Levels are compared from the last to the first. Those that only the longer name has are not compared.
     for level, other_level in zip(
         reversed(first.split("/")), reversed(second.split("/")), strict=False
     ):

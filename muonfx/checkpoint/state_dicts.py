@@ -150,7 +150,7 @@ def _nested_below(path: KeyPath, values: Mapping[str, Any]) -> dict[Any, Any]:
     nested: dict[Any, Any] = {}
     for name, value in values.items():
         value_path = path_of(name)
-        # Not below the path, or with fewer than two further levels.
+        # Skip a value that is not below the path, or that is not at least two levels below it.
         if value_path[: len(path)] != path or len(value_path) < len(path) + 2:
             continue
         # In the example, the further levels are 0 and "lr". All but the last are keys of dicts.
@@ -211,7 +211,7 @@ def _renamed_leaves(
                 name = name_to_load.get((key, None))
             # 2. Another leaf, whose key is divided at each dot, although the dot may be in a label.
             if name is None:
-                # Stored for each parameter, one leaf here.
+                # A step count is stored for each parameter, and is one leaf here.
                 is_step_count = key in keys_of_all and leaf.spec.shape == ()
                 name = _name_by_levels(key, None if is_step_count else param_name)
             new_leaves[name] = leaf

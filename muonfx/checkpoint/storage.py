@@ -486,7 +486,7 @@ class Reader(_InFolder, StorageReader):
         if checkpoint_id is not None:
             self._path = folder_named(checkpoint_id)
 
-    # Not **kwargs, from which DCP concludes that each rank may have metadata of its own.
+    # From a parameter **kwargs, DCP would conclude that each rank may have metadata of its own.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Read the index, and return it as the metadata of ``torch.distributed.checkpoint``.
 

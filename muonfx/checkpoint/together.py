@@ -105,7 +105,7 @@ class Together:
         values, error_of_rank = self._gather(value, error)
         # 2. Rank 0 sends an answer to each rank, or the errors of all ranks.
         answers: list[Answer] = []  # the other ranks have none to send
-        # Else values are missing, so there is nothing to merge.
+        # If a rank has an error, values are missing, and there is nothing to merge.
         if self.rank == 0 and not error_of_rank:
             answers, error = _attempt(lambda: list(merge(values)))
             if error is not None:
@@ -258,7 +258,7 @@ def raise_one_error(error_of_rank: Mapping[int, Exception], path: object) -> NoR
 
 def _message_of_all(error_of_rank: Mapping[int, Exception], path: object) -> str:
     """Return the errors of all ranks as one text. Errors of other packages are prefixed by the path."""
-    # None for ranks without an error.
+    # A rank without an error has None.
     text_of_rank: list[str | None] = [None] * (max(error_of_rank) + 1)
     for rank, error in error_of_rank.items():
         text_of_rank[rank] = str(error)

@@ -322,7 +322,7 @@ def write_checkpoint(request: SaveRequest, *, shows_progress: bool = False) -> N
     except LostRanksError as error:
         # This rank cannot reach the others, which may have no error and go on.
         completion = saver.end(is_error_of_all=False)
-        # Such as "runs/a may have been written or not: ...".
+        # The message begins with "runs/a may have been written or not: ...", for example.
         message = f"{path} {completion.value} {error}"
         raise WriteError(message, written=completion is Completion.COMPLETE) from error
     except BaseException as error:
@@ -496,7 +496,7 @@ def _require_on_all_ranks(name: str, holders: Mapping[int, ProposedLeaf], ranks:
     # Shards on some ranks are enough if they fill the leaf, which the caller checks.
     if not is_plain:
         return
-    # Without checksums, it has no shard.
+    # A rank without checksums has no shard of the leaf.
     holding_ranks = [rank for rank, leaf in holders.items() if leaf.checksums]
     missing_ranks = [rank for rank in range(ranks) if rank not in holders]
     raise CheckpointError(
@@ -599,7 +599,7 @@ class Draft:
         which the save would replace. ``index.json`` is the index, the description of a checkpoint.
         """
         self._index_at_begin = self._start_of_index()  # b"" if there is no checkpoint yet
-        # Also if all bytes are 0, as after a power failure.
+        # After a power failure, all bytes may be 0.
         is_empty = self._index_at_begin.strip(b"\0") == b""
         is_ours = FORMAT.encode() in self._index_at_begin
         if not is_ours and not is_empty:
@@ -700,7 +700,7 @@ class Draft:
         """
         try:
             self._remove_replaced_files()
-            # Of the checkpoints in the parent folder, such as "step-000000100".
+            # Keep the last checkpoints in the parent folder, such as "step-000000100".
             if keep is not None:
                 prune(self.path.parent, keep, written=self.path)
             remove_files_of_killed_saves(self.path)

@@ -37,7 +37,7 @@ class Book:
         with a probability of 0.3, else 0.2. So the mean is preserved. ``noise`` is uniform in [0, 1).
         """
         levels = table(self.levels, magnitudes.device)
-        # Of the largest level that is not above.
+        # The index is that of the largest level that is not above the magnitude.
         index = torch.bucketize(magnitudes, levels, right=True) - 1
         index = index.clamp(0, len(self.levels) - 2)  # the largest level has none above it
         low = _look_up(levels, index)
@@ -174,7 +174,7 @@ def grid(*, signed: bool) -> Scaled:
         dtype = torch.int8
         largest_code = 127
         roots = 0
-    # From 0 to 1.
+    # The fractions go from 0 to 1.
     fractions = torch.arange(largest_code + 1, dtype=torch.float32, device="cpu") / largest_code
     levels = _square(fractions, roots)
     return Scaled(signed, dtype, tuple(levels.tolist()), largest_code, roots)
@@ -218,7 +218,7 @@ def float8(format: str, *, signed: bool) -> Scaled:
     dtype = FLOAT8[format]
     # How many square roots are taken of a stored magnitude.
     roots = 1 if format == "e4m3" and not signed else 0
-    # Of all numbers that are not negative.
+    # These are the bits of all numbers that are not negative.
     bits = torch.arange(128, dtype=torch.uint8, device="cpu")
     numbers = bits.view(dtype).to(torch.float32)  # the same bits, read as floats
     largest = torch.finfo(dtype).max
@@ -231,7 +231,7 @@ _tables: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
 
 
 def _look_up(numbers: Tensor, indices: Tensor) -> Tensor:
-    # Not ``numbers[indices]``, which would read the value of a 0-d tensor in a compiled graph.
+    # ``numbers[indices]`` would read the value of a 0-d tensor in a compiled graph.
     return numbers.index_select(0, indices.reshape(-1)).reshape(indices.shape)
 
 

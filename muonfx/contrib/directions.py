@@ -133,7 +133,7 @@ def scale_by_namo(
         The names are as in the docstring of `scale_by_namo`: the average m of the gradients, and the average v of
         the squared norm of each matrix.
         """
-        # Of the leaves that have a gradient; the others keep their state.
+        # These are the matrices of the leaves that have a gradient. The others keep their state.
         matrices = Matrices(view, updates)
         present = matrices.present
         old_v = read_matrix_slot(slot, matrices, state.nu)

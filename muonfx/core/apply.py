@@ -93,7 +93,7 @@ def _have_equal_shapes(leaves: Sequence[Any], update_leaves: Sequence[Any]) -> b
 def _sums(leaves: list[Any], update_leaves: list[Any], *, in_place: bool) -> list[Any]:
     """Return ``parameter + update`` for two lists, rounded to the parameter's dtype. Without update: the parameter."""
     all_are_plain_tensors = PLAIN.issuperset(map(type, [*leaves, *update_leaves]))
-    # Else one by one: a leaf may be None, and a tensor that is overwritten rounds the sum by itself.
+    # Other leaves are added one by one: a leaf may be None, and a tensor that is overwritten rounds the sum by itself.
     if all_are_plain_tensors and not in_place:
         return cast_like(apply("add", leaves, update_leaves), leaves)  # one call for all tensors
     pairs = zip(leaves, update_leaves, strict=True)

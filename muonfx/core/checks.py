@@ -222,7 +222,7 @@ def is_usable(leaf: object) -> bool:
 
 def all_usable(leaves: Collection[Any]) -> bool:
     """Return True if every leaf is None or a dense floating-point tensor, as `is_usable` tests for one leaf."""
-    # Such as a DTensor or a number: test one by one.
+    # A leaf of another type, such as a DTensor or a number, needs the slower test of each leaf.
     if not _PLAIN_OR_NONE.issuperset(map(type, leaves)):
         return all(map(is_usable, leaves))
     # Hundreds of plain tensors usually have one format, such as (float32, strided, not nested).
@@ -284,7 +284,7 @@ def _no_tensor(tree_name: str, name: str, leaf: object) -> TypeError:
             "; trees are made of dicts, tuples, lists and NamedTuples: convert it with dict(...)"
         )
     elif dataclasses.is_dataclass(leaf) or type(leaf) in torch_pytree.SUPPORTED_NODES:
-        # A container of the user.
+        # It is a container of the user.
         advice = (
             "; trees are made of dicts, tuples, lists and NamedTuples: register its class with "
             "optree.register_pytree_node(..., namespace=muonfx.tree.NAMESPACE)"
@@ -379,7 +379,7 @@ def check_params(params: PyTree) -> None:
     names = tree.names(params)
     if len(set(names)) == len(names):  # all names differ
         return
-    # Such as "a.b" in {"a.b": ..., "a": {"b": ...}}.
+    # The name "a.b", for example, is repeated in {"a.b": ..., "a": {"b": ...}}.
     repeated = min(name for name in names if names.count(name) > 1)
     raise ValueError(
         f"params: found two leaves named {repeated!r}, expected different dotted names: rename one"

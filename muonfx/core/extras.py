@@ -88,7 +88,7 @@ def require_arguments(what: str, function: Callable[..., object], names: Sequenc
     TypeError: halve: update must accept the arguments (updates, state, params), found (updates, state)
     """
     try:
-        # Of a wrapper itself, not of the function that it wraps: a decorator may add or supply arguments.
+        # The signature of a wrapper counts, not of the function that it wraps: a decorator may add or supply arguments.
         signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # a function of C may have none that Python can read
         return

@@ -47,7 +47,7 @@ def _check_recorded(owner: str, tx: object) -> None:
     """
     if isinstance(tx, Recorded):
         return
-    # Of a factory that was not called, for example.
+    # A factory that was not called has a name, for example.
     name = getattr(tx, "__name__", type(tx).__name__)
     raise TypeError(
         f"{owner}: expected a transform, found {name}; call the factory, or for an optimizer use {owner}(optimizer.tx)"

@@ -36,7 +36,7 @@ def check_order(chain: str, members: Mapping[str, Transform]) -> None:
         error = _error(earlier, later)
         if error:
             raise ValueError(f"{chain}: {error}")
-    # At most one warning: the others often have the same cause.
+    # Warn once at most, since other pairs often have the same cause.
     for earlier, later in pairs:
         warning = _warning(earlier, later)
         if warning:
@@ -74,7 +74,7 @@ def warn_of_skipped_steps(chain: str, members: Mapping[str, Transform]) -> None:
     In ``chain(momentum(), accumulate(adam(), 4))``, for example, the momentum changes its state four times a step. A
     member after the `accumulate` receives zeros at three of four calls. Only the first such transform is reported.
     """
-    # Such as `accumulate`
+    # A member such as `accumulate` skips steps.
     skipping = [name for name, member in members.items() if _skips_steps(member)]
     if not skipping:
         return
@@ -168,7 +168,7 @@ def _positioned(member: str, tx: Transform) -> list[_Placed]:
     # The transforms within this one belong to the same member of the chain.
     for child in tx.children:
         positioned += _positioned(member, child)
-    # Also one without members, which has no children.
+    # A chain without members has no children.
     is_chain = tx.declaration.combinator.in_sequence
     only_calls_others = tx.position is None and (bool(tx.children) or is_chain)
     if not only_calls_others:

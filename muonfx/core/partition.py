@@ -553,7 +553,7 @@ def partition(
         # {"muon": {"w": ...}, "adamw": {"b": ...}}
         updates_of = _leaves_by_label(label_of, transforms, updates)
         params_of = _leaves_by_label(label_of, transforms, params)
-        # None for parameters with the label None.
+        # Parameters with the label None keep None.
         new_updates: dict[str, Any] = dict.fromkeys(label_of)
         new_state: dict[str, PyTree] = {}
         for label, tx in transforms.items():

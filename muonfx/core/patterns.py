@@ -82,7 +82,7 @@ def _check_groups(pattern: NamePatterns, names: list[str]) -> None:
                 group,
                 f"matches none of the {len(names)} parameters; {names_close_to(group, names)}",
             )
-        # As "head.weight" after "*.weight".
+        # A pattern "head.weight" after "*.weight" has no effect.
         has_no_effect = pattern.first_counts and matches <= matched_before
         if matches and has_no_effect:
             shown = format_list(sorted(matches), shown_name)

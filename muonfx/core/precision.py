@@ -48,7 +48,7 @@ def product_libraries(
     `muonfx.polar.quack` finds, the library is for example "torch for float16". Ranks compare these texts, because two
     libraries would round differently.
     """
-    # Such as {"orthogonalize": "bfloat16"}.
+    # The result is {"orthogonalize": "bfloat16"}, for example.
     product_dtype_of = product_dtypes(tx, param_dtypes, device)
     library_of: dict[str, str] = {}
     for name, inner in _named_transforms(tx):

@@ -314,7 +314,7 @@ class Transform(Recorded):
             try:
                 arguments = arguments_at(self, step)
             except Exception:
-                # Such as a table of values that ends; if a run is longer, its step raises this error.
+                # The schedule may be a table of values that ends. If a run is longer, its step raises this error.
                 return
             # Under `torch.func`, a number is a tensor, whose value cannot be read.
             numbers = [arguments[name] for name in self._schedules]
@@ -626,7 +626,7 @@ class Transform(Recorded):
         # A name for another transform of the chain would be a TypeError.
         if not self.extras.takes_all:
             keywords = {name: extra for name, extra in extras.items() if name in names}
-        # Not with ``**extras`` alone: a function that does not name `donate` may read its inputs after a call.
+        # ``**extras`` alone does not suffice: a function that does not name `donate` may read its inputs after a call.
         if "donate" in names:
             keywords["donate"] = donate
         # Under `sharded`, the caller has passed a sum over ranks. Without it, all leaves are here.

@@ -219,7 +219,7 @@ class Lazy(Generic[V]):
         """
         if instance is None:  # read from the class, as by a documentation tool
             return cast("V", self)
-        # Not in a method of the subclass: torch.compile would compile that one again for each property.
+        # This is no method of the subclass, which torch.compile would compile again for each property.
         # Store the result also in the `Structure` that copies with other numbers share.
         if self._is_of_structure:
             results: dict[str, Any] = instance.structure.attributes
@@ -468,7 +468,7 @@ class Recorded:
             raise TypeError(
                 f"{factory.__name__}: {name} must be a {kind}, found {argument!r}: pass {kind}(...)"
             )
-        # Such as {"float", "None"}; empty if it is not checked.
+        # The names are {"float", "None"}, for example. An argument that is not checked has none.
         type_names = factory.definition.accepted_types[name]
         if not type_names:
             return argument
@@ -548,7 +548,7 @@ class Recorded:
         """
         positional: list[object] = []
         named: dict[str, object] = {}
-        # Such as ("decay", "POSITIONAL_OR_KEYWORD")
+        # A pair is ("decay", "POSITIONAL_OR_KEYWORD"), for example.
         for name, kind in self.factory.definition.kinds:
             if kind == "VAR_POSITIONAL":
                 positional.extend(arguments[name])
@@ -633,7 +633,7 @@ class Recorded:
                 positional += map(code_of_value, value)
             elif parameter.kind is parameter.VAR_KEYWORD:
                 keywords += [f"{key}={code_of_value(item)}" for key, item in value.items()]
-            # Without its name only if no named argument comes before: Python allows no other order.
+            # It is written without its name only if no named argument comes before, since Python allows no other order.
             elif not keywords and _is_written_by_position(parameter, value):
                 positional.append(code_of_value(value))
             elif not same(value, parameter.default):
@@ -799,7 +799,7 @@ def part_names(recorded: Recorded) -> tuple[str, ...]:
     if "part_names" in cache:
         return cache["part_names"]
     names: list[str] = []
-    # Such as `offload`: its only part, a transform, adds no name.
+    # The only part of such a transform, as of `offload`, adds no name.
     if recorded.factory.definition.is_stand_in:
         names.append("")
     else:

@@ -200,7 +200,7 @@ def _visit(
         )
         calls.append(inner_visit)
     param_names = tuple(tree.names(params))
-    # Not computed later, on demand: torch.compile cannot trace the lock of a cached property.
+    # They are not computed later, on demand, because torch.compile cannot trace the lock of a cached property.
     numbers = OwnNumbers.of(resolved, name, key)
     return Visit(resolved, params, state, name, key, label, tuple(calls), param_names, numbers)
 
@@ -363,7 +363,7 @@ def record_calls(tx: Transform, params: PyTree, *, replaced: bool = True) -> Rec
     recorders: list[Transform] = []
     for index, inner in enumerate(tx.children):
         init = functools.partial(_recording_init, index, inner, params_of, replaced)
-        # Not prepared, as by a call of the factory, because it has no locality or extra arguments to find.
+        # A call of the factory would prepare a transform, but this one has no locality or extra arguments to find.
         factory: Any = _with_init
         recorders.append(Transform._record(factory, inner, init))
     tx_with_recorders = tx.with_children(recorders)
@@ -400,7 +400,7 @@ def with_inner(tx: Transform, inner_transforms: Sequence[Transform]) -> Transfor
     member_names = chain_entries(tx)
     if member_names is None:
         return tx.with_children(inner_transforms)
-    # With the names of the former members.
+    # The members keep their names.
     return as_chain(dict(zip(member_names, inner_transforms, strict=True)))
 
 

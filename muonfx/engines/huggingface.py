@@ -269,7 +269,7 @@ class MuonMixin:
             # A later call has the optimizer of the first.
             optimizer_class = type(getattr(self, "optimizer", None))
             argument = "optimizers"
-        # No optimizer was given, or Muon was given explicitly.
+        # The caller has given no optimizer, or Muon explicitly.
         if optimizer_class is type(None) or optimizer_class.__module__.startswith("muonfx."):
             return
         warn_caller(

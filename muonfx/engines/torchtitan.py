@@ -276,7 +276,7 @@ def _saved_chains(flat: dict[str, Any], optimizer: Any) -> dict[str, SavedChain]
     """
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     chain_of: dict[str, SavedChain] = {}
-    # Without the components of wrappers, such as "_orig_mod".
+    # A plain name lacks the components of wrappers, such as "_orig_mod".
     for name, plain_name in unwrapped(names).items():
         chains_of_group = flat.get(f"param_groups.{name}.{CHAINS}")
         if chains_of_group:

@@ -115,7 +115,7 @@ class Diagnosis(Shown):
         Parameters with the same name in all layers have one row, "blocks.*.up (12)", and their rows below it. The lines
         after the table explain its columns.
         """
-        # By the name with "*" for numbers: "blocks.*.up".
+        # The key is the name with "*" for numbers: "blocks.*.up".
         rows_of_role: dict[str, list[ParameterDiagnosis]] = {}
         for row in self.rows:
             rows_of_role.setdefault(row.role, []).append(row)
@@ -350,7 +350,7 @@ def _watched(tx: Transform, measurements: _Measurements) -> Transform:
 def _measured(tx: Transform, measure: Callable[[PyTree, PyTree], None]) -> Transform:
     """Return a transform that runs ``tx``, and calls ``measure`` with the updates before and after it."""
 
-    # With the name and the properties of ``tx``, so that errors and checks are as without measurements.
+    # It has the name and the properties of ``tx``, so that errors and checks are as without measurements.
     @transform(name=f"muonfx.{tx.name}", locality=tx.locality, position=tx.position)
     def measured():
         def update(updates: PyTree, state: PyTree, params: PyTree = None, **extras: Any):

@@ -248,7 +248,7 @@ def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
         return "str" in type_names or repr(value) in type_names
     if isinstance(value, Tensor) and "float" in type_names:
         return is_real_number(value)
-    # Such as int, which is accepted as "int" and "float".
+    # An int, for example, is accepted as "int" and as "float".
     for kind, accepting_names in _ACCEPTED_AS:
         if isinstance(value, kind):
             return not type_names.isdisjoint(accepting_names)

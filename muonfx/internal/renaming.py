@@ -104,7 +104,7 @@ def _describe_unused(pattern: str, names: Sequence[str], level: str, what: str) 
     >>> _describe_unused("layer/*", ["layers/0/w"], level="/", what="leaf")
     "'layer/*' matches no leaf in the checkpoint, close: 'layers/0/w': correct or remove it"
     """
-    # As target the pattern itself, because it only matters whether there is a new name.
+    # The pattern itself is used as the target, because it only matters whether there is a new name.
     matches_a_name = any(_new_name(name, pattern, pattern, level) is not None for name in names)
     if matches_a_name:  # but for each of these names, another entry was applied
         return f"{pattern!r} has no effect, because more exact entries rename the same names: remove it"

@@ -173,7 +173,7 @@ def _split_by_groups(
     """
     # The numbers of `tx` itself. Numbers of a transform that it calls are in the record of that transform.
     names_of_tx = [name for name in visited.numbers.names if name in names_that_differ]
-    # Such as a norm of all parameters, which reads one value for all groups.
+    # A transform such as a norm of all parameters reads one value for all groups.
     if names_of_tx and runs_once(visited):
         _require_tensors(visited, names_of_tx, groups)
     elif names_of_tx:  # such as momentum, which can run for the parameters of each group separately
@@ -251,7 +251,7 @@ def _keeps_a_number(visited: Visit) -> bool:
     an integer, and the same in all runs.
     """
     state = visited.tx.functions.init(visited.params)  # on meta tensors, so that it takes no memory
-    # Of the parameter to which each leaf of the state belongs, or None.
+    # The names are those of the parameter to which each leaf of the state belongs, or None.
     names = parameters_of(state, visited.params)
     for leaf, name in zip(tree.leaves(state), names, strict=True):
         if name is None and isinstance(leaf, Tensor) and leaf.is_floating_point():

@@ -232,7 +232,7 @@ class GroupNumbers:
     def _require_complete(self, group: Group, numbers: Numbers) -> None:
         """Raise ValueError if a group lacks a hyperparameter. ``numbers`` are those that it has, by dotted name."""
         for hyperparam in self.hyperparams:
-            # Not a comparison of sets, which torch.compile with dynamic=True cannot trace.
+            # This is no comparison of sets, because torch.compile with dynamic=True cannot trace one.
             missing = [name for name in hyperparam.names if name not in numbers]
             if missing:
                 raise _missing(hyperparam.key, group, self._last_entries.get(hyperparam.key))
@@ -332,7 +332,7 @@ def separate_tensors(groups: Sequence[TrackedGroup], callers_tensors: CallersTen
                 common_tensors[name] = number
         if not common_tensors:
             continue
-        # Also in the first group, so that writing into a common tensor changes no group.
+        # The first group gets copies, too, so that writing into a common tensor changes no group.
         callers_tensors.note(common_tensors)
         copies = {name: own_copy(tensor) for name, tensor in common_tensors.items()}
         tracked.group.update(tracked.numbers.entries({**numbers, **copies}))
@@ -464,10 +464,10 @@ def require_in_range(
                 continue
             message = _message_of_transform(tx, {name: numbers[name]}, defaults)
             if message is not None:
-                # Such as "betas[1]".
+                # The key of a number in a tuple is "betas[1]", for example.
                 key = f"{hyperparam.key}[{index}]" if hyperparam.is_tuple else hyperparam.key
                 raise ValueError(_refusal(key, name, message)) from None  # also within a handler
-    # No single number is the cause.
+    # Each number alone is right, so that none is the cause.
     raise ValueError(f"numbers in a group: {message_of_all}") from None
 
 

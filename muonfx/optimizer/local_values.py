@@ -160,7 +160,7 @@ def require_same_position(value: DTensor, mesh: DeviceMesh) -> None:
     The mesh (the ranks of a DTensor) in the file keeps the coordinates of the rank that saved it. They are compared
     with the coordinates of this process in ``mesh``.
     """
-    # Such as [0, 1]; None for a rank that is not in the mesh.
+    # A position is [0, 1], for example, or None for a rank that is not in the mesh.
     saved_position = value.device_mesh.get_coordinate()
     position = mesh.get_coordinate()
     has_same_shard = saved_position == position

@@ -210,7 +210,7 @@ def _size_after(tx: Transform, name: str, param: Tensor, size: float | None) -> 
     if tx.factory is orthogonalize and is_matrix:
         # The rms of an orthogonal matrix. If the parameter has several matrices, they are smaller.
         return 1.0 / max(param.shape[-2:]) ** 0.5
-    # `scale_by_shape`, with a factor for each parameter
+    # This is `scale_by_shape`, which has a factor for each parameter.
     if tx.factory is scale_each and size is not None:
         factor_of: Mapping[str, float] = tx.arguments["factors"]
         return size * factor_of.get(name, 1.0)
@@ -275,7 +275,7 @@ def _largest_rate(tx: Transform, tracked: TrackedGroup) -> float:
         return largest
     schedules = schedules_in(tx)  # by dotted name
     largest = 0.0
-    # Of this group, such as "scale_by_learning_rate.learning_rate".
+    # A schedule of this group is "scale_by_learning_rate.learning_rate", for example.
     for name in schedules_of(tx, tracked):
         argument = name.split(".")[-1]
         # A schedule of another number, such as the decay of a momentum.

@@ -159,7 +159,7 @@ class Muon(TransformOptimizer):
         ... ).name
         'partition'
         """
-        # Raises for an unknown option.
+        # This raises for an unknown option.
         bound = bind("Muon", _signature_of_transform(), (params, lr), options)
         bound.apply_defaults()  # the defaults of `Muon`
         return _transform(**bound.arguments)
@@ -352,7 +352,7 @@ def _no_labels(labels: object, result: object) -> TypeError:
 @contextmanager
 def _as_trained(params: Iterable[Tensor]) -> Generator[None]:
     """Return a context manager in which frozen parameters require gradients: rules give frozen ones the label None."""
-    # Without integer tensors, which cannot require a gradient.
+    # Integer tensors are left out, because they cannot require a gradient.
     frozen = [param for param in params if is_frozen(param) and is_usable(param)]
     for param in frozen:
         param.requires_grad = True

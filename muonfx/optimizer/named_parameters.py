@@ -155,7 +155,7 @@ def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
     names_so_far = set[str]()
     name_of: dict[Tensor, str] = {}
     for name, param in pairs:
-        # Also a tensor with two names of the caller, if a model has given it one.
+        # This includes a tensor with two names of the caller, if a model has given it one name.
         if name_of.get(param) == name:
             raise ValueError(
                 f"{name!r} is given twice, and would be stepped on twice: give it once"

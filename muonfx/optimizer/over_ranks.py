@@ -99,7 +99,7 @@ def _default_bucket_bytes(params: NamedTensors) -> int:
     bucket_bytes = smallest_on_cpu
     for param in params.values():
         smallest = SMALL_BUCKET_ON_CUDA if param.is_cuda else smallest_on_cpu
-        # Not `nbytes`, which sparse parameters lack.
+        # Sparse parameters have no `nbytes`.
         param_bytes = param.numel() * param.element_size()
         bucket_bytes = max(bucket_bytes, smallest, param_bytes)
     return bucket_bytes
@@ -164,9 +164,9 @@ class SteppingOverRanks(Stepping):
 
     # `init` sets the following attributes, because they depend on the parameters.
     _device: torch.device  # of this rank's parameters
-    # Of each leaf of the state: its shape, and the ranks that hold it.
+    # The placement of each leaf of the state has its shape, and the ranks that hold it.
     _placements: Sequence[LeafPlacement | None]
-    # By index, the leaves that `optimizer.state` shows on one rank only.
+    # These are the leaves that `optimizer.state` shows on one rank only, by index.
     _on_one_rank: dict[int, LeafPlacement]
 
     def __init__(
@@ -216,7 +216,7 @@ class SteppingOverRanks(Stepping):
         local_params = {name: local_of(param) for name, param in params.items()}
         state = init_sharded(self.binding, self._progress, self.inner, local_params)
         with self.errors_on_all_ranks():
-            # Which rank has which part of the state: the next lines read it.
+            # The next lines read which rank has which part of the state.
             self._record_placements(local_params)
             self.refresh(params, groups)  # reads the hyperparameters
             state = self._with_former_values(state, former)
@@ -269,11 +269,11 @@ class SteppingOverRanks(Stepping):
         the new state at this ``index``. If the shapes do not fit, return ``leaf`` itself.
         """
         placement = self._placements[index]  # which rank has which part
-        # No tensor, or of another shape.
+        # The state has no tensor here, or one of another shape.
         if placement is None or tuple(full_value.shape) != placement.shape:
             return leaf
         full_value = full_value.to(self._device, placement.dtype)
-        # Of no parameter, such as a step count: every rank has it in full.
+        # Every rank has a leaf of no parameter in full, such as a step count.
         if placement.name is None:
             return full_value
         if placement.owned:
@@ -287,7 +287,7 @@ class SteppingOverRanks(Stepping):
         """
         # The parameter to which it belongs, and which rank has which part.
         placement = self._placements[index]
-        # Of no parameter: every rank has it in full.
+        # Every rank has a leaf of no parameter in full.
         if placement is None or placement.name is None:
             return leaf
         # Each rank has the part for the matrices that it computes.
@@ -310,7 +310,7 @@ class SteppingOverRanks(Stepping):
         - The leaf itself, if this rank has it in full, such as a step count.
         """
         placement = self._placements[index]  # which rank has which part
-        # Of no parameter: every rank has it in full.
+        # Every rank has a leaf of no parameter in full.
         if placement is None or placement.name is None:
             return leaf
         # The leaf itself, if the parameter is a plain tensor.

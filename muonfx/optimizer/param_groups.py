@@ -188,7 +188,7 @@ def new_groups(
         has_one_rate = "lr" in common_entries or len(labels_with_rate) < 2
         if has_one_rate:
             return [_complete_group(stepping, rules, common_entries, pairs)]
-    # Otherwise a group for each rule, with the entries that its transforms read.
+    # Otherwise make a group for each rule, with the entries that its transforms read.
     groups: list[Group] = []
     for rule, rule_pairs in pairs_of.items():
         rule_entries = _entries_for(rule, rules, entries)
@@ -206,7 +206,7 @@ def _entries_for(rule: UpdateRule, rules: Sequence[UpdateRule], entries: Group) 
     if len(rules) == 1:  # the group is not split
         return entries
     keys_of_rule = common_keys([rule]).keys()
-    # Such as "momentum" for "adamw".
+    # For the label "adamw", "momentum" is such a key.
     keys_of_others = common_keys(rules).keys() - keys_of_rule - NOT_HYPERPARAMS
     left_out = keys_of_others | keys_by_label(rules)  # also "muon.lr" and "adamw.lr"
     entries_of_rule = {key: value for key, value in entries.items() if key not in left_out}
@@ -252,11 +252,11 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     """
     # The transform's numbers by dotted name: {"muon.momentum.decay": 0.95}.
     defaults = stepping.defaults
-    # With a key such as "weight_decay" if the numbers of all labels are equal.
+    # The entries have a key such as "weight_decay" if the numbers of all labels are equal.
     entries = with_common_defaults(rules, group, defaults)
     converter = GroupNumbers(group_hyperparams(rules, entries))
     completed = converter.complete(entries, defaults)
-    # No other group has the same tensors.
+    # The copies keep other groups from having the same tensors.
     numbers = {name: own_copy(number) for name, number in completed.items()}
     has_numbers = any(key in group for key in converter.keys)
     if has_numbers:  # else they come from the transform, which has checked them

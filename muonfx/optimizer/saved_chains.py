@@ -50,7 +50,7 @@ def chains_of(visited: Stepping | VisitedTransform, names: Iterable[str]) -> dic
         visited: has the optimizer's transform, and the list of transforms that update each parameter.
         names: the names of the parameters.
     """
-    # Such as labels: they have a value for each parameter.
+    # These arguments, such as labels, have a value for each parameter.
     arguments = _arguments_by_name(visited.inner)
     # To create the chain of many parameters once: they have equal chains if the same transforms update them, and their
     # labels, patterns and values of masks are equal.

@@ -366,7 +366,7 @@ def read_state_dict(
     # 1. The saved group of each group.
     saved_groups = groups_with_names(state_dict["param_groups"], groups, rename or {})
     matched_groups = match_groups(saved_groups, groups, not_trained)
-    # A line for each difference.
+    # `problems` has a line for each difference.
     problems = _missing_hyperparams(stepping.tx, groups, matched_groups)
     # 2. The values to copy into the state.
     saved_state_of = _state_by_name(state_dict["state"], saved_groups)

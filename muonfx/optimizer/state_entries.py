@@ -184,7 +184,7 @@ class StateEntries:
                 return True
             values += entries.values()
             leaves += leaf_of_key.values()
-        # Another object than `update` has put there was assigned.
+        # Compare with the objects that `update` has put there, to find those that were assigned.
         return not all(map(is_, values, [leaf.shown for leaf in leaves]))
 
 
@@ -227,7 +227,7 @@ def _names_of_tensors(named: NamedTensors, groups: Iterable[Group]) -> dict[Tens
     """Return the names of the parameters, and of tensors that a caller has put into param groups to replace them."""
     name_of = {param: name for name, param in named.items()}
     for group in groups:
-        # Not strict: a group that the caller has edited may have more tensors than names. It is checked later.
+        # A group that the caller has edited may have more tensors than names. It is checked later.
         for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
             # A known tensor keeps its name where the caller has put it.
             name_of.setdefault(param, name)
@@ -278,7 +278,7 @@ def warn_of_shared(entries: StateEntries, emptied: Sequence[str]) -> None:
         entries: the entries of all parameters.
         emptied: the names of the parameters whose entries were removed.
     """
-    # Such as "scale_by_adam.count".
+    # A shared key is "scale_by_adam.count", for example.
     shared_keys = [leaf.key for leaf in entries.leaves if len(leaf.names) > 1]
     # If the entries of all parameters were removed, the count starts again, too, and there is nothing to warn of.
     if shared_keys and 0 < len(emptied) < len(entries.named):

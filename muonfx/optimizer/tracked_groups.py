@@ -70,11 +70,11 @@ class TrackedGroups:
             return False
         tracked_parameters = self._parameters.tracked
         for group, tracked in zip(groups, self.groups, strict=True):
-            # Another dict, or renamed.
+            # The group is another dict, or its parameters were renamed.
             if group is not tracked.group or group.get("param_names") != tracked.names:
                 return False
             params = [tracked_parameters[name].param for name in tracked.names]
-            # Other tensors.
+            # The group has other tensors.
             if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
                 return False
         return True
@@ -91,7 +91,7 @@ class TrackedGroups:
     def _tracked_group(self, group: Group, rules: UpdateRules) -> TrackedGroup:
         """Return a param group with the names of its parameters and the object that reads its hyperparameters."""
         names: list[str] = list(group["param_names"])
-        # Usually one rule. The parameters of a group with the labels "muon" and "adamw" have two.
+        # Usually there is one rule. The parameters of a group with the labels "muon" and "adamw" have two.
         distinct = distinct_rules(names, rules)
         # The keys of the group, with the numbers that they set.
         hyperparams = group_hyperparams(distinct, group)
@@ -99,7 +99,7 @@ class TrackedGroups:
         # step, the one that was changed since the last step counts. It is not changed: an error may bring it back.
         numbers = GroupNumbers(hyperparams, self._former_numbers(group, names))
         keys_without_effect = keys_by_label(distinct) - set(numbers.keys)
-        # Such as "adamw.weight_decay" if the group has "weight_decay" for all labels.
+        # If the group has "weight_decay" for all labels, "adamw.weight_decay" is such a key.
         for key in keys_without_effect:
             group.pop(key, None)
         return TrackedGroup(group, names, numbers)
@@ -150,7 +150,7 @@ class TrackedGroups:
         Warn once of a misspelt key, such as "weight_dacay". ``rules`` has the transforms and hyperparameters of each
         parameter, by name.
         """
-        # At every step: counting keys is faster than comparing them.
+        # This is called at every step, and counting keys is faster than comparing them.
         if self._count_keys() == self._key_counts:
             return
         # For example, "weight_decay" now replaces the keys "muon.weight_decay" and "adamw.weight_decay" of a group.
@@ -248,7 +248,7 @@ def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRu
         names: the names of the parameters that it has now.
         rules: the transforms and hyperparameters of each parameter, by name.
     """
-    # Without repetitions, such as the rules of "muon" and "adamw".
+    # Each rule comes once, such as those of "muon" and "adamw".
     distinct = distinct_rules(names, rules)
     # Nothing was moved to other transforms; `GroupNumbers.read` raises for a key that is missing.
     if len(distinct) < 2:

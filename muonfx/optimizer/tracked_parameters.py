@@ -42,7 +42,7 @@ def models_of(params: Any) -> list[nn.Module]:
     """
     if isinstance(params, nn.Module):
         return [params]
-    # Otherwise groups, named parameters or tensors. Of these, only a group (a dict) can contain a model.
+    # These are groups, named parameters or tensors. Only a group (a dict) can contain a model.
     models: list[nn.Module] = []
     for item in params:
         if isinstance(item, dict) and isinstance(item.get("params"), nn.Module):
@@ -245,7 +245,8 @@ class TrackedParameters:
     @property
     def on_meta(self) -> bool:
         """True if a parameter was on the meta device when its state was created, so that the state has no values."""
-        # Not `tracked.param.is_meta`: after `fully_shard`, `to_empty` changes the device of the same tensor object.
+        # `tracked.param.is_meta` may be False now: after `fully_shard`, `to_empty` changes the device of the same
+        # object.
         return any(tracked.device.type == "meta" for tracked in self.tracked.values())
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
@@ -261,7 +262,7 @@ class TrackedParameters:
         """
         has_all = True
         names: set[str] = set()
-        # Also the second name of a tied parameter.
+        # The names include the second name of a tied parameter.
         for name, param in model.named_parameters(remove_duplicate=False):
             if param in params:
                 names.add(name)
@@ -306,7 +307,8 @@ class TrackedParameters:
                 former_position = self.tracked[name].position
                 if former_position is not None and former_position.current() is param:
                     position = former_position
-            # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
+            # These are no weak references to tensors, because torch.utils.swap_tensors, used to convert in place,
+            # rejects them.
             self.tracked[name] = TrackedParameter(
                 param, param.shape, param.device, param.dtype, _sharding(param), position
             )
@@ -641,7 +643,7 @@ class TrackedParameters:
             if model is None:  # it was deleted
                 continue
             for name, param in model.named_parameters():
-                # Left out because of the label None.
+                # A parameter with the label None is left out on purpose.
                 is_known = param in known_params or name in self._left_out
                 is_expected = (
                     known_model.names is None or name in known_model.names or name in named
@@ -829,7 +831,7 @@ class GradientCheck:
         outside_with_gradient = {
             name: param for name, param in outside.items() if param.grad is not None
         }
-        # No parameter of the optimizer has one.
+        # Here, no parameter of the optimizer has a gradient.
         has_no_gradient = len(without_gradient) == len(gradients)
         if has_no_gradient and outside_with_gradient:
             raise _only_outside(outside_with_gradient, len(named))
@@ -840,7 +842,7 @@ class GradientCheck:
 
     def _warn_of_outside(self, with_gradient: NamedTensors) -> None:
         """Warn of parameters that have a gradient and are not in the optimizer, once for each of them."""
-        # Without parameters of earlier warnings. A name is reported again if the model has another tensor for it now.
+        # Leave out parameters of earlier warnings. A name is reported again if the model has another tensor for it now.
         unreported = [
             name for name, param in with_gradient.items() if self._reported.get(name) is not param
         ]

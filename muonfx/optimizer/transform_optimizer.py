@@ -287,7 +287,7 @@ class TransformOptimizer(Optimizer):
             ],
         }
         initial = self._current["initial"]
-        # Before the first step: the leaves of the state that a copy may initialize again.
+        # Before the first step, a copy may initialize these leaves of the state again.
         if initial is not None:
             attributes["initial_paths"] = initial.unwritten(self._current["state"])
         return {**super().__getstate__(), **attributes}
@@ -648,7 +648,7 @@ class TransformOptimizer(Optimizer):
         initial = self._current["initial"]
         if initial is None:  # a step was made
             return
-        # Not from the groups, which may have been edited since: there, a name may be at the position of another tensor.
+        # The groups may have been edited since, so that a name may be at the position of another tensor there.
         params = {name: param.detach() for name, param in self._tracked_groups.named.items()}
         has_values = not self._parameters.on_meta
         has_changed = has_values and not initial.is_of(params)
@@ -697,7 +697,7 @@ class TransformOptimizer(Optimizer):
         The steps read that state, and ``optimizer.state`` only shows its tensors.
         """
         entries = self._current["entries"]  # what the optimizer has put into `optimizer.state`
-        # Before the first step, which keeps tensors that were written.
+        # The first step keeps tensors that were written.
         if self._current["initial"] is not None:
             entries.count_writes()
         if entries.is_edited(self.state):
@@ -833,7 +833,7 @@ class TransformOptimizer(Optimizer):
         added = self._parameters.added_in(self._groups)
         if added:
             self._add_params_in_groups(added)
-        # Other changes, such as parameters that were moved to another group.
+        # Follow other changes, too, such as parameters that were moved to another group.
         self._tracked_groups.follow(self._groups, self._stepping.rules)
         return self._parameters.current_params(self._named_params())
 
@@ -967,7 +967,7 @@ class TransformOptimizer(Optimizer):
             # A traced graph is valid for the current parameters only.
             if not torch.compiler.is_compiling():
                 self._use_replacements(is_in_step=True)
-        # Again, because `_stepping` may be another object now: over ranks, if the parameters have become DTensors.
+        # `_stepping` may be another object now: over ranks, if the parameters have become DTensors.
         with self._stepping.errors_on_all_ranks():
             params, gradients = self._prepare_step()
         self._update_initial_state()  # before the first step
@@ -1034,7 +1034,7 @@ class TransformOptimizer(Optimizer):
         for hook in cast("Any", self)._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self._tracked_groups.synchronize()  # a hook may have written into the groups
-        # Not by torch's method, which would call the post-hooks before the state dict is complete.
+        # torch's method would call the post-hooks before the state dict is complete.
         index_of = {param: index for index, param in enumerate(self._named_params().values())}
         saved: dict[str, Any] = {}
         saved["state"] = self._saved_state(index_of)  # {0: {"momentum.trace": tensor}}
@@ -1229,11 +1229,11 @@ class TransformOptimizer(Optimizer):
             saved_groups: the saved group of each group, or None if there is none.
             source: the beginning of the warning, such as "load_state_dict: the state dict".
         """
-        # Such as "group 'muon', lr: 0.1 in the file, 0.2 in the code; the file's is used".
+        # A line is "group 'muon', lr: 0.1 in the file, 0.2 in the code; the file's is used", for example.
         lines: list[str] = []
         for tracked, saved_group in zip(self._tracked_groups.groups, saved_groups, strict=True):
             if saved_group is not None:
-                # Before the update, which removes them.
+                # Compare them before the update, which removes the entries.
                 lines += differences(self.tx, tracked, saved_group)
                 tracked.group.update(entries_to_load(self.tx, tracked, saved_group))
         # Read them now: a scheduler may write "momentum" before the next step, which must not differ from new "betas".

@@ -235,7 +235,7 @@ def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperp
         return rules[0].hyperparams
     hyperparams: list[Hyperparam] = []
     for key, hyperparam_of_label_key in common_keys(rules).items():
-        # Once, if rules have a transform in common.
+        # A transform that rules have in common counts once.
         distinct = list(dict.fromkeys(hyperparam_of_label_key.values()))
         is_one_transform = len(distinct) == 1
         is_common_value = key in group and _have_one_form(distinct)
@@ -274,7 +274,7 @@ def common_keys(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]
     common: dict[str, dict[str, Hyperparam]] = {}
     for rule in rules:
         for hyperparam in rule.hyperparams:
-            # Such as Adam's "momentum", which repeats the first of "betas".
+            # A mirror such as Adam's "momentum" repeats the first of "betas".
             if hyperparam.is_mirror:
                 continue
             key = hyperparam.key

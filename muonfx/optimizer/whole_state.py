@@ -18,7 +18,7 @@ def require_tensors(state: PyTree) -> None:
     """Raise TypeError if a leaf of a new state is no tensor: a state dict would have it, but it could not be loaded."""
     for index, leaf in enumerate(tree.leaves(state)):
         if leaf is not None and not isinstance(leaf, Tensor):  # None: only another rank has it
-            # Only for the error, because an optimizer of many leaves makes many names.
+            # Names are made only for the error, because an optimizer of many leaves has many.
             name = tree.names(state)[index]
             raise TypeError(
                 f"state: {name!r} is of type {type(leaf).__name__}, expected a tensor, so that it can be saved and "
@@ -51,7 +51,7 @@ def _copy_into(leaf: Tensor, value: Tensor) -> None:
     """
     if is_dtensor(leaf):
         value = cast("Any", value).redistribute(leaf.device_mesh, leaf.placements)
-    # Not into the DTensor: torch would not count the write for the tensor of the state, which is the local one.
+    # A write into the DTensor would not count for the tensor of the state, which is the local one.
     local_leaf = local_of(leaf)
     local_value = local_of(value)
     is_itself = (

@@ -253,7 +253,7 @@ def with_own_state_in_store(
         device = device_of(params)
         if device.type == "meta":
             return state
-        # Such as the sum of gradients, and the state of Muon.
+        # `accumulate` has a sum of gradients of its own, and the state of an inner transform such as Muon.
         own_state, inner_states = division.split(state)
         stored_own_state = store_away(store, device, own_state, parameters_of(own_state, params))
         return division.merge(stored_own_state, inner_states)
@@ -267,7 +267,7 @@ def with_own_state_in_store(
         **extras: Any,
     ):
         """Load the wrapper's own state, run ``tx``, and write this state back to the store."""
-        # Such as the sum of gradients, and the state of Muon.
+        # `accumulate` has a sum of gradients of its own, and the state of an inner transform such as Muon.
         own_state, inner_states = division.split(state)
         device = device_of(updates, params)
         parameters = state_parameters.of(own_state, updates)  # for each leaf, the parameter's name
@@ -352,7 +352,7 @@ def _run_in_buckets(
     neither. ``parameters`` has the name of the parameter of each leaf of the state.
     """
     leaves, treedef = tree.flatten(call.updates)
-    # Of an update among the leaves.
+    # This is the index of each update among the leaves.
     index_of = {name: index for index, name in enumerate(tree.names(call.updates))}
     new_leaves: list[Any] = [None] * len(leaves)
     device = device_of(call.updates, call.params)

@@ -307,7 +307,7 @@ class BucketedState:
         if self.may_write_state and caller_keeps_state:
             _copy_tensors(leaves, self._staying[bucket_index])
         if self.may_write_state and (caller_keeps_state or not is_last_bucket):
-            # Such as the step count: each bucket advances it from the same value.
+            # Each bucket advances a counter, such as the step count, from the same value.
             _copy_tensors(leaves, self._counters)
         # 2. The leaves that move are loaded, so they are copies already.
         if self._transfer is not None:

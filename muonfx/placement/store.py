@@ -192,7 +192,7 @@ class Store(NamedTuple):
         Host memory is pinned if `device` is a CUDA device, which can then copy from it while it computes.
         """
         pin_memory = device.type == "cuda"
-        # On a disk, all but the small tensors.
+        # On a disk, all but the small tensors are in a file.
         specs_in_file = [spec for spec in specs if self._in_file(spec)]
         tensors_in_file = in_file(specs_in_file, str(self.to))
         tensors: list[Tensor] = []

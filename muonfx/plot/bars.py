@@ -179,7 +179,7 @@ def _bars(leaves: list[LeafSummary]) -> dict[str, Counter[str]]:
     if not leaves:
         return {}
     depth = _depth_of_bars(leaves)  # 1: "tx" is no part of a label
-    # By the first entries that differ, ("tx", "adamw")
+    # The keys are the first entries of paths that differ, such as ("tx", "adamw").
     groups: dict[tuple[str, ...], list[LeafSummary]] = {}
     for leaf in leaves:
         groups.setdefault(leaf.path[: depth + 1], []).append(leaf)
@@ -311,7 +311,7 @@ def _draw_bar(axes: Axes, plan: sharding.Plan, rank: int, scale: float, has_labe
     """
     most = max(plan.flops)
     all_shards = chain.from_iterable([run.shards for run in plan.runs])
-    # None: every rank computes it.
+    # The owner of a shard is None if every rank computes it.
     shards_of_rank = [shard for shard in all_shards if shard.owner in (rank, None)]
     end = 0.0  # of the last segment, on the x axis
     for index, shard in enumerate(shards_of_rank):

@@ -118,7 +118,7 @@ def plot_polynomial(coefficients: CoefficientsLike, *, ax: Axes | None = None) -
             alpha=0.16,
             linewidth=0,
         )
-        # Of all curves, because the axes may have curves of other sets already.
+        # This counts all curves, because the axes may have curves of other sets already.
         highest = max(max(cast("list[float]", line.get_ydata())) for line in axes.lines)
         axes.set(
             xlabel="singular value, over the Frobenius norm", ylabel="singular value afterwards"

@@ -171,7 +171,7 @@ def plot_steps_to(rows: Rows, target: float, *, ax: Axes | None = None) -> Axes:
     """
     key = _key_of_loss(rows)
     contenders = _contenders(rows, key)
-    # For each, a dict by rate.
+    # Each optimizer has a dict by rate.
     steps_to = [_steps_to(contender, target) for contender in contenders]
     if not any(steps_to):  # all dicts are empty
         finite_losses = [row[key] for row in rows if math.isfinite(row[key])]
@@ -363,7 +363,7 @@ def _best_rate(contender: Contender) -> float:
     """Return the rate with the lowest mean loss over seeds at its last step, the first one if all rates diverged."""
 
     def final_loss(rate: float) -> float:
-        # Such as {5: tensor([2.3, 2.5]), 10: tensor([1.0, 2.0])}.
+        # The losses are {5: tensor([2.3, 2.5]), 10: tensor([1.0, 2.0])}, for example.
         losses_at_step = contender.losses_at[rate]
         mean = float(losses_at_step[max(losses_at_step)].mean())
         # A run diverged; also NaN, which is neither more nor less than another loss.
@@ -382,7 +382,7 @@ def _steps_to(contender: Contender, target: float) -> dict[float, Tensor]:
     """
     steps_at: dict[float, Tensor] = {}
     for rate, losses_at_step in contender.losses_at.items():
-        # Of shape (reports, seeds)
+        # `is_reached` has the shape (reports, seeds).
         is_reached = torch.stack(list(losses_at_step.values())) <= target
         is_reached_by_all_seeds = is_reached.any(dim=0).all()
         if is_reached_by_all_seeds:

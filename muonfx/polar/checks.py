@@ -80,7 +80,7 @@ def overlaps_itself(x: Tensor) -> bool:
     """Return True if several elements of the tensor may be in the same memory, as after `expand`."""
     if x.is_contiguous():
         return False
-    # From the dim with the smallest stride to the largest: a step in a dim must go beyond all elements of the dims
+    # Go from the dim with the smallest stride to the largest: a step in a dim must go beyond all elements of the dims
     # before it. ``last_offset`` is the offset of the last of these elements.
     last_offset = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):

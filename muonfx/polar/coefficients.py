@@ -140,7 +140,7 @@ def coefficients(value: CoefficientsLike) -> Coefficients:
     if isinstance(value, Coefficients):
         return value
     if isinstance(value, str):
-        # Not from `PRESETS`: a compiler that has traced the writing to any dict refuses to read a mapping proxy.
+        # `PRESETS` is not read: a compiler that has traced the writing to any dict refuses to read a mapping proxy.
         if value not in _SETS:
             raise ValueError(
                 f"unknown coefficients {value!r}; known: {', '.join(PRESETS)}; or give a sequence of (a, b, c)"

@@ -165,7 +165,7 @@ def normalize_in_fp64_(batch: Tensor, safety: float, compute: torch.dtype) -> Te
     norms = torch.stack(torch._foreach_norm(list(batch.unbind()), 2, dtype=torch.float64))
     norms.clamp_(min=torch.finfo(torch.float64).smallest_normal)  # a zero matrix stays zero
     factors = torch.div(torch.tensor(1 / safety, dtype=torch.float64, device="cpu"), norms)
-    # Rounded once, to the dtype of the result.
+    # The product is rounded once, to the dtype of the result.
     return torch.mul(batch, factors[:, None, None], out=result)
 
 
@@ -266,7 +266,8 @@ def _orthogonalized(x: Tensor, plan: Plan, coefficients: Polynomials) -> Tensor:
 
     The iteration is one of two: with coefficients in a tensor, or with numbers, in the stages of the plan.
     """
-    # Also before `row_normalized`: it does not change that result, and keeps row sums in the range of fp16.
+    # This is also done before `row_normalized`, whose result it does not change: it keeps row sums in the range of
+    # fp16.
     x = frobenius_normalized(x, plan.dtype, coefficients.safety)
     if coefficients.table is not None:  # coefficients in a tensor
         return newton_schulz_with_tensor(x, coefficients.table, coefficients.indices)

@@ -170,13 +170,13 @@ class Orthogonalizer:
 
         All arguments are as in `orthogonalize`.
         """
-        # Such as five polynomials (a, b, c) for "polar_express_5".
+        # The result is five polynomials (a, b, c) for "polar_express_5", for example.
         resolved = polynomials(coefficients, steps)
         self._polynomials = resolved
         self._method: MethodLike = method
         self._dtype: DTypeLike = dtype
         self._products: ProductsLike = products
-        # From (kind, whether derivatives are taken) to the plan.
+        # The keys are the kind, and whether derivatives are taken.
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
 
         # torch.compile(dynamic=True) would replace the numbers in `_polynomials` by symbols, as if they could change.
@@ -416,7 +416,7 @@ def _write_to_destinations(batch: list[_Chunk], values: Sequence[Tensor]) -> Non
     for chunk, value in zip(batch, values, strict=True):
         if chunk.destination is None:
             continue
-        # Else the iteration has run in the destination.
+        # If the addresses are equal, the iteration has run in the destination.
         if value.data_ptr() != chunk.destination.data_ptr():
             destinations.append(chunk.destination)
             copied_values.append(value)
@@ -553,7 +553,7 @@ def _join_chunks(chunks: list[_Chunk], dtype: torch.dtype, workspace: Workspace)
     first = matrices[0]
     shape = (sum(counts), *first.shape[1:])
     if first.dtype == dtype and _are_one_buffer(chunks):
-        # A view of the first chunk and all that follow it in memory.
+        # The result is a view of the first chunk and of all that follow it in memory.
         return first.as_strided(shape, first.stride())
     if not same_range(first.dtype, dtype):
         # Rounding alone, such as from fp32 to fp16, could give zeros or infinities. So each matrix is scaled too.

@@ -319,7 +319,7 @@ def plan_in(compute: torch.dtype, request: Request, why_dtype: str = "") -> Plan
     rates = _rates(request.device, compute, request.portable)
     products = _choose_products(compute, rates, request)
     method, stages, why_method = _choose_method(compute, rates, request, products)
-    # Of the singular values that rounding may produce; unknown for coefficients in a tensor.
+    # The bound is of singular values that rounding may produce. It is not known for coefficients in a tensor.
     bound = None
     if coefficients.table is None:
         bound = growth_by_rounding(

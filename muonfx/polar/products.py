@@ -166,7 +166,7 @@ class Buffered(Functional):
             if addend is None:
                 return quack.symmetric_matmul(p, alpha=alpha, out=out)
             return quack.symmetric_matmul(p, addend=addend, alpha=alpha, beta=beta, out=out)
-        # By blocks: `out <- addend`, then `out <- beta * out + alpha * p p^T`.
+        # Compute it by blocks: `out <- addend`, then `out <- beta * out + alpha * p p^T`.
         if addend is not None:
             out.copy_(addend)  # once here, since each product would copy its own strided block
         _add_by_blocks(out, p, beta=beta, alpha=alpha)

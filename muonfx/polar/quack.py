@@ -77,7 +77,7 @@ def failure(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cuda":
         if not torch.cuda.is_available():  # a plan for a GPU, printed on a machine without one
             return "quack-kernels cannot be tested, because torch finds no CUDA device here"
-        # With the index of the current device, if it has none.
+        # An empty tensor has the index of the current device, if `device` has none.
         device = torch.empty(0, device=device).device
     return _failure(device, dtype)
 
@@ -191,7 +191,7 @@ def relative_error(
     # k products and two more operations in fp32. A tensor core truncates where other hardware rounds, so the errors of
     # a sum count twice.
     error_of_sum = 2 * (k + 4) * torch.finfo(torch.float32).eps * magnitude
-    # Then one rounding to the dtype of `out`: half a unit in the last place, or a whole one of subnormal numbers.
+    # Add one rounding to the dtype of `out`: half a unit in the last place, or a whole one of subnormal numbers.
     narrow = torch.finfo(p.dtype)
     subnormal_step = narrow.smallest_normal * narrow.eps
     error_of_rounding = narrow.eps / 2 * (exact.abs() + error_of_sum)

@@ -28,7 +28,7 @@ def fused_layer(name: str, holder: nn.Module | None) -> Fused | None:
     holder_class = written_type(holder)
     for fused in FUSED:
         is_of_package = holder_class.__module__.startswith(fused.package)
-        # Such as "GPT2Attention:c_attn".
+        # The pattern is compared with "GPT2Attention:c_attn", for example.
         has_names = re.fullmatch(fused.layer, f"{holder_class.__name__}:{name}")
         if is_of_package and has_names and _has_attributes(holder, fused):
             return fused

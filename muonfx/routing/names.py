@@ -92,7 +92,7 @@ NAME_RULES = (
         r"^(a_log|d|time_decay|time_first|time_faaaa)$|(^|_)(scales?|gamma|gain)(_\d+)*$",
     ),
     NORM,
-    # From the input to the rates of a state-space layer.
+    # These layers lead from the input to the rates of a state-space layer.
     NameRule("other", "last", r"^(x_proj|dt_proj)(_weight)?$"),
     # layers that embed patches of an image: to_patch_embedding, patch_embed_proj, embed_patch; x_embedder.proj
     NameRule("other", "any", rf"(^|_)(patch_(.*_)?({_EMBED}|embed_[a-z]+)|embed_patch){_END}"),
@@ -111,7 +111,7 @@ NAME_RULES = (
         r"^(score|cls_score|output_layer|vocab_proj(ector)?|qa_outputs|seq_relationship|ctc_proj|decoder_pred"
         rf"|predict_(state|action|return)|action_out_proj|feat_out|prob_out|final_linear|lm_heads){_END}",
     ),
-    # From features to the vocabulary in BERT.
+    # In BERT, this layer leads from features to the vocabulary.
     NameRule("head", "path", r"\bdecoder(\.output_projection)?$"),
     # Heads only as direct children of the model, as in torchtitan, ResNet and Whisper. A number above 1 marks the last
     # of several layers, such as proj_out_2 in DiT. The loss of wav2vec 2.0 compares project_hid and project_q.
@@ -194,7 +194,7 @@ class Name:
         match = re.search(pattern, path_in_words)
         if match is None:
             return None
-        # The index of the first component of the match.
+        # `first` is the index of the first component of the match.
         first = path_in_words.count(".", 0, match.start())
         last = path_in_words.count(".", 0, match.end())
         return ".".join(self.path[first : last + 1])
@@ -220,7 +220,7 @@ def _components(name: str) -> list[str]:
     (['fc', 'weight'], ['head', 'weight'])
     """
     components = plain_name(name).split(".")
-    # As in "head.modules_to_save.default.weight", with the adapter's name.
+    # peft adds two components, as in "head.modules_to_save.default.weight", of which one is the adapter's name.
     if "modules_to_save" in components[:-1]:
         index = components.index("modules_to_save")  # this component and the next one are removed
         del components[index : index + 2]

@@ -124,7 +124,7 @@ def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]
     if isinstance(params, nn.Module):
         return _read_model(params), ()
     values: dict[str, object] = {}
-    # By the id of the tensor: several names if it is tied.
+    # A tied tensor has several names by its id.
     names_of_tensor: dict[int, list[str]] = {}
     for name, value in _named_values(params):
         if name in values:

@@ -189,7 +189,7 @@ def describe(
             "describe: found labels only, expected parameters too, for their shapes: describe(labels, model)"
         )
     model_or_params = what
-    # Such as model.named_parameters(), which can be read only once.
+    # An iterator such as model.named_parameters() can be read only once.
     if isinstance(model_or_params, Iterator):
         model_or_params = list(model_or_params)
     _require_describable(model_or_params)
@@ -394,7 +394,7 @@ def _known_route(name: str, label: Label, transforms: Sequence[Transform]) -> Ro
     labels_of_group = str(label).split("+")
     for transform in transforms:
         labels = transform.arguments.get("labels")
-        # Not a partition with this parameter.
+        # The transform is no partition with this parameter.
         if not isinstance(labels, Labels) or name not in labels:
             continue
         if str(labels[name]) in labels_of_group:

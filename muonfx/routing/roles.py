@@ -168,7 +168,7 @@ def _by_adapter(info: ParamInfo) -> Decision | None:
         role = "vector"
     for name in info.names:  # also the other names of a tied tensor
         for component in name.split("."):  # "fc", "lora_A" and "weight"
-            # Also in loraA, downLora and lora1.
+            # The word is also in loraA, downLora and lora1.
             has_word_lora = "lora" in words_of(component).split("_")
             if has_word_lora or _ADAPTER.search(component.lower()):
                 return Decision(role, f"low-rank factor (name component {component!r})")
@@ -350,7 +350,8 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
         name = Name(info.name)
         if re.search(r"(^|_)(query|key|value|[qkvo]|qk|q?kv)(_|$)", words_of(name.layer)):
             module_around = name.components[:]
-            # From the end, because a module around the layer may have the same name, as in "q.q.weight".
+            # Remove components from the end, because a module around the layer may have the same name, as in
+            # "q.q.weight".
             while module_around[-1] != name.layer:  # "weight" and numbers
                 module_around.pop()
             module_around.pop()  # the layer

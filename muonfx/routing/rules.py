@@ -252,7 +252,7 @@ def _warn_of_unmatched_rule(title: str, rule: Rule, infos: Sequence[ParamInfo]) 
     """
     predicate, label = rule
     names = [info.name for info in infos]
-    # Of `path`; none if the rule has other predicates only.
+    # These are the globs of `path` in the rule. A rule of other predicates has none.
     globs = chain.from_iterable(predicate.globs())
     warn_caller(
         f"{title}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters; "
@@ -268,7 +268,7 @@ def _check_rule(rule: object, number: int) -> None:
     pair: Sequence[object] = ()
     if isinstance(rule, tuple | list):
         pair = cast("Sequence[object]", rule)
-    # For example, a lambda in place of a predicate.
+    # A lambda in place of a predicate is wrong, for example.
     if len(pair) != 2 or not isinstance(pair[0], Predicate):
         raise TypeError(
             f"rule {number} is {rule!r}; expected a (Predicate, label) pair such as (path('*.gate.*'), 'adamw'); "

@@ -516,7 +516,7 @@ def _returns_parts(layer: Layer) -> bool:
     >>> _returns_parts(Layer("attn.qkv", 64, 192)), _returns_parts(Layer("head", 64, 1000))
     (True, False)
     """
-    # From twice its own width up to the largest number of parts that a layer is known to return.
+    # A layer may return two parts, up to the largest number that a layer is known to return.
     is_multiple = (
         layer.returns % layer.reads == 0 and 2 <= layer.returns // layer.reads <= MOST_PARTS
     )
@@ -628,7 +628,7 @@ def _widths_by_module(modules: _Modules) -> dict[str, set[int]]:
     """
     widths: dict[str, set[int]] = defaultdict(set)
     for layer in (*modules.layers, *modules.norms):
-        # As between the two layers of a gated MLP, it works on each vector by itself.
+        # A grouped layer works on each vector by itself, as between the two layers of a gated MLP.
         if layer.is_grouped:
             continue
         for path in _with_ancestors(_module_around(layer.path)):

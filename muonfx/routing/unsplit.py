@@ -33,7 +33,7 @@ def check_shapes(
     for (name, route), leaf in zip(routes.items(), leaves, strict=True):
         if leaf is None or route.shape is None:  # nothing to compare
             continue
-        # No transform updates the parameter.
+        # Skip a parameter that no transform updates.
         if route.label is None or route.label not in transforms:
             continue
         # Fewer dims are allowed: a rank may hold a flat shard of a matrix.
@@ -53,7 +53,7 @@ def _would_mix(tx: Transform, name: str) -> bool:
     updates each element by itself.
     """
     view = view_of(tx)
-    # Not Muon: a transform may still combine all elements of a parameter, for example in a norm.
+    # The transform is not Muon, but may still combine all elements of a parameter, for example in a norm.
     if view is None:
         return tx.locality is Locality.LEAF and not tx.children
     (pattern,) = view.of([name])  # the pattern of this one parameter
@@ -199,7 +199,7 @@ def _text_of_suggestions(
         whole_patterns: the patterns that keep each parameter one matrix, by glob:
             {"*attn.qkv": "whole ... -> whole (...)"}.
     """
-    # As text, because a pattern with placeholders is no valid `MatrixView`.
+    # The view is a text, because a pattern with placeholders is no valid `MatrixView`.
     argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({splitting_patterns!r}))"
     return (
         "labels: these parameters may hold several matrices each, by their names or dims, or by the widths of the "

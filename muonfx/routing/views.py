@@ -266,7 +266,7 @@ def _split_by_name(param: _Param, stored: str) -> str | None:
     part_names = _names_of_parts(param.layers)  # ("q", "k", "v") for "qkv"
     if part_names is None:
         return None
-    # One matrix each for q, k and v: (3, 32, 32)
+    # The dims before the last two may count matrices, one each for q, k and v: (3, 32, 32).
     if param.info.ndim > 2 and len(part_names) == param.info.shape[0]:
         return None
     has_equal_parts = number_of_rows(stored, param.info.shape) % len(part_names) == 0
@@ -309,14 +309,14 @@ def _layers_around(
     if is_in_no_layer or is_model_the_layer:  # the parameter counts as a layer itself
         return [_Layer(leaf, owner)]
     path = module_path(name)
-    # From the inside to the outside: "attn.qkv.linear" becomes "attn.qkv" and "linear", then "attn" and "qkv".
+    # Go from the inside to the outside: "attn.qkv.linear" becomes "attn.qkv" and "linear", then "attn" and "qkv".
     layers: list[_Layer] = []
     while path:
         path, _, layer_name = path.rpartition(".")
         if layer_name in WRAPPERS:  # such as "_orig_mod" of torch.compile
             continue
         layers.append(_Layer(layer_name, modules.get(path)))
-        # Such as "linear" and "0".
+        # Names such as "linear" and "0" do not show what a layer is for.
         shows_nothing = layer_name in _INNER_LAYERS or layer_name.isdigit()
         if not shows_nothing:
             break
@@ -493,7 +493,7 @@ def is_convolution(info: ParamInfo) -> bool:
     if info.ndim < 3:  # a kernel has at least the dims (out, in, length)
         return False
     if info.module is not None:
-        # Of transformers, in spite of its name.
+        # Conv1D of transformers is a linear layer, in spite of its name.
         is_linear_layer = class_name_fits(info.module, "^Conv1D$")
         return class_name_fits(info.module, "Conv") and not is_linear_layer
     # Three dims are more often a stack of matrices: only a plain name, such as "conv.weight", counts as a kernel.

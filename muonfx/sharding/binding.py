@@ -46,7 +46,7 @@ def by_structure(function: F) -> F:
 
     @functools.wraps(function)
     def call(binding: Binding, tx: Transform, params: PyTree) -> Any:
-        # Without the values of numbers and tensors.
+        # The structure has no values of numbers and tensors.
         key = function, tx.treedef, tuple(tree.names(params))
         if key not in binding.results:
             binding.results[key] = function(binding, tx, params)
@@ -123,7 +123,7 @@ class Binding:
     progress_of: dict[Hashable, Progress] = field(default_factory=dict)
     """A dict from the tree structure of a transform to the progress of the one that was initialized last."""
 
-    # Caches.
+    # The following attributes are caches.
     results: dict[Hashable, Any] = field(default_factory=dict)
     """The results of functions that `by_structure` decorates, by function, transform and names of parameters."""
     _expected_states: dict[Hashable, checks.ExpectedState] = field(default_factory=dict)
@@ -324,7 +324,7 @@ class Binding:
         """
         if self.layout.size == 1 or self.layout.group is None:
             return
-        # Once for a transform and its parameters, which are the same on all ranks.
+        # Warn once for a transform and its parameters, which are the same on all ranks.
         names = tree.names(params)
         key = (tx.name, tuple(names))
         if key in self._warned:

@@ -141,7 +141,7 @@ def _text_of_argument(value: object) -> str:
         return f"{value.factory.__name__}({', '.join(arguments)})"
     if inspect.isroutine(value) or isinstance(value, functools.partial):
         return "a function"
-    # Of a list or dict, it calls this function for each item.
+    # `text_of` calls this function for each item of a list or dict.
     return text_of(value, _text_of_argument)
 
 

@@ -201,7 +201,7 @@ class Layout(ShardTable):
         """
         if isinstance(leaf, FlatShard) or is_dtensor(leaf):  # it is in global form already
             return leaf
-        # No parameter, such as a buffer of batch norm: a save compares it between the ranks.
+        # A save compares a tensor that is no parameter, such as a buffer of batch norm, between the ranks.
         if name not in self.specs:
             return leaf
         position = self.position(name)

@@ -168,7 +168,7 @@ def flat(
         order = list(order)
     elif starts is not None:
         start_of = starts
-        # Of two parameters with the same start, the empty parameter is first.
+        # If two parameters have the same start, the empty one is first.
         order = sorted(specs, key=lambda name: (start_of[name], prod(specs[name].shape)))
     else:
         _require_unambiguous_order(params, specs)

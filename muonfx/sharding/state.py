@@ -107,7 +107,7 @@ def _placements_of_all(
     A path is such as ``("muon", "momentum", "trace", "w")``. Each transform is treated by itself: `tx`, and those that
     it calls. `visit` lists them, each with the parameters that it receives and the path of its own state.
     """
-    # Not `binding.visits`: its paths may be of another tree with the same names, such as nested and flat dicts.
+    # The paths in `binding.visits` may be of another tree with the same names, such as a flat dict for a nested one.
     visits = visit(tx, binding.global_like(params))
     plan_of = _plans_of(binding, visits[0])
     placement_at: dict[Path, LeafPlacement] = {}
@@ -384,7 +384,7 @@ def _global_dtensor(
     """Build a DTensor with the whole shape of a leaf. `local` is None on a rank that is not on the mesh."""
     if local is None:
         local = _empty_on(mesh, placement.dtype)
-    # Of a contiguous tensor of the whole shape.
+    # The stride is that of a contiguous tensor of the whole shape.
     stride = torch.empty(placement.shape, device="meta").stride()
     return dtensor_of(local, mesh, placements, placement.shape, stride)
 

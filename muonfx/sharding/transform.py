@@ -634,7 +634,7 @@ def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
     """
     schedules: dict[str, Callable[[Tensor], Any]] = {}
     for index, inner in enumerate(within(tx)):
-        # By argument, its types, such as {"float", "Schedule"}.
+        # Each argument has the names of its types, such as {"float", "Schedule"}.
         types_of = inner.factory.definition.accepted_types
         for name, value in inner.arguments.items():
             # A function is a schedule if its argument may be one: ``learning_rate=lambda step: 0.1 / (1 + step)``.
@@ -814,7 +814,7 @@ def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTre
         )
     inner_or_offloaded = tx.arguments["tx"]
     inner = inner_of(inner_or_offloaded)
-    # Where the state is between steps: in memory, or where `offload` puts it.
+    # Between steps, the state is in memory, or where `offload` puts it.
     store = store_of(inner_or_offloaded)
     binding = bind(tx.layout, settings_of(tx), store)
     if params is None:

@@ -392,7 +392,7 @@ def _description_of(
     """
     numbers: list[Any] = []
     for number in tree.leaves(sweep.tx):
-        # Not rounded to float32.
+        # Numbers are not rounded to float32.
         numbers.append(torch.as_tensor(number, dtype=torch.float64).tolist())
     description: dict[str, Any] = {
         "optimizer": name,

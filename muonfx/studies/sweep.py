@@ -103,7 +103,8 @@ class Sweep:
         losses: list[Tensor] = []  # on the device of the task, so that no step waits for it
         for step in steps:
             batch = self._batch(step)
-            # Before each step, so that a continued run draws the numbers of one that was not interrupted.
+            # The seed is set before each step, so that a continued run draws the numbers of one that was not
+            # interrupted.
             torch.manual_seed(_random_seed(self.seeds[0], step))
             with self._attention_that_can_be_mapped():
                 params, state, loss = train_step(self.tx, params, state, batch)

@@ -435,7 +435,7 @@ def _on_one_leaf(check: Check, violation: LawViolation) -> LawViolation:
         return violation
     for name in example.params:
         example_of_leaf = example.map_trees(lambda values, name=name: {name: values[name]})
-        # No error: the law holds on this leaf alone, so try the next.
+        # Without an error, the law holds on this leaf alone, so try the next.
         try:
             check(example_of_leaf)
         except LawViolation as smaller_violation:

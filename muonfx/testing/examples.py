@@ -129,7 +129,7 @@ class Example(NamedTuple):
         5
         """
         number_of_steps = max(steps, len(self.steps))
-        # Such as the steps 0, 1, 2, 0, 1.
+        # Three steps become 0, 1, 2, 0 and 1, for example.
         repeated_steps = list(islice(cycle(self.steps), number_of_steps))
         return Example(self.params, repeated_steps)
 
@@ -492,7 +492,7 @@ def _examples(
     random_params = draw(trees_of_random_leaves)
     seed = draw(_SEEDS)
     random_grads = random_params  # of the same shapes and dtypes
-    # Not by a conversion to float32, which would have only values of narrow dtypes.
+    # A conversion to float32 would have only values of narrow dtypes.
     if draw(_IN_ONE_OF_FOUR):
         random_grads = _with_properties(random_params, dtype=torch.float32)
     grads_of_steps: list[PyTree] = []
@@ -500,7 +500,7 @@ def _examples(
         random_grads_of_step = random_grads
         if draw(st.booleans()):
             random_grads_of_step = _with_properties(random_grads, layout="contiguous")
-        # Another seed for each step. There are fewer than 1000 leaves, whose numbers are added to it.
+        # Each step has another seed. There are fewer than 1000 leaves, whose numbers are added to it.
         grads = _random_tensors(random_grads_of_step, seed + 1000 * (step + 1))
         if nones:
             grads = without_leaves(_drawn_numbers(draw, len(tree.leaves(grads))), grads)

@@ -59,7 +59,7 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
         st.builds(sch.cosine_decay_schedule, values, lengths, end=values),
         st.builds(cosine, values, lengths, lengths),
         st.builds(trapezoid, values, lengths, lengths, lengths),
-        # Not from 0: growth overflows at late steps, and zero times infinity is NaN, which is refused.
+        # Rates begin above 0: growth overflows at late steps, and zero times infinity is NaN, which is refused.
         st.builds(
             sch.exponential_decay,
             st.sampled_from((0.125, 0.5)),

@@ -180,7 +180,7 @@ def _compare(
         raise Breach(what, text)
     for number, (leaf, expected_leaf) in enumerate(zip(leaves, expected_leaves, strict=True)):
         if not _equal_leaves(leaf, expected_leaf, same):
-            # Only now, since most comparisons find no difference.
+            # Names are made only now, since most comparisons find no difference.
             name = tree.names(expected)[number]
             raise Breach(
                 f"{what} {name!r}", _difference(leaf, expected_leaf, expected_is, describe)
@@ -289,7 +289,7 @@ def widened(value: Any) -> Any:
     if isinstance(value, Recorded):  # a transform or a schedule
         arguments: dict[str, Any] = widened(dict(value.arguments))
         return value.replace(**arguments)
-    # Only plain containers: a NamedTuple or another subclass may accept other arguments.
+    # Only plain containers are rebuilt: a NamedTuple or another subclass may accept other arguments.
     if type(value) in (tuple, list):
         return type(value)(map(widened, value))
     if type(value) is dict:

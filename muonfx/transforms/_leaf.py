@@ -152,7 +152,7 @@ class Leaf:
             )
         # If this class has a method of the name, such as Leaf.sqrt, it records one call on the list of all leaves.
         method = getattr(cls, name, None)
-        # Not torch.mul(2.0, x): 2.0 has no such method.
+        # In torch.mul(2.0, x), the number 2.0 has no such method.
         if method is not None and args and isinstance(args[0], Leaf):
             return method(*args, **kwargs)
         # Any other function, such as torch.where, is called once for each leaf.

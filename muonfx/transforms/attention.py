@@ -225,7 +225,7 @@ class _Collector(TorchFunctionMode):
             return
         module = self._running[-1]  # the innermost one
         all_logits = self._of_all_heads(logits)
-        # At the first call, the logits themselves.
+        # At the first call, the largest logits are those of this call.
         earlier_logits = self.largest_logits.get(module, all_logits)
         if len(earlier_logits) != len(all_logits):
             raise _other_number_of_heads(module, len(earlier_logits), len(all_logits))

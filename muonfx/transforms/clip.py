@@ -128,7 +128,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
         bound = ew.scalar_like(max_norm, norm)
         is_within = norm <= max_norm
         factor = divide_unless(is_within, bound, norm, otherwise=1.0)
-        # Not `leafwise`: a single product is rounded once in any dtype, so all updates need no copies in fp32.
+        # `leafwise` would make copies in fp32, which a single product does not need: it is rounded once in any dtype.
         clipped = ew.mul(leaves, factor, reuse=donate.updates)
         return present.fill(ew.cast_like(clipped, leaves)), state
 

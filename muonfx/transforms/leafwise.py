@@ -426,7 +426,7 @@ def _require_params(caller: str, step: Step) -> None:
     """Raise TypeError if a step accepts no third argument, although it is called as ``step(u, s, p)``."""
     if not isinstance(step, FunctionType):
         return
-    # Not by `inspect.signature`, which is slow: a constructor with a schedule makes a step at every update.
+    # `inspect.signature` is slow, and a constructor with a schedule makes a step at every update.
     code = step.__code__
     has_star_args = bool(code.co_flags & inspect.CO_VARARGS)
     positional_names = code.co_varnames[: code.co_argcount]
@@ -628,7 +628,7 @@ class _Formula:
 
         # 4. Build the new trees from the lists.
         new_updates = updates
-        # Else the step returned the update unchanged.
+        # If they are the same placeholder, the step returned the update unchanged.
         if recorded.new_update is not recorded.update:
             tensors = values.take(
                 recorded.new_update, recorded.update, f"{self._name}: the step returns an update"
@@ -648,7 +648,7 @@ class _Formula:
         present = Present(updates)  # the leaves that have a gradient
         operands = {"update": Value(present.pick(updates), may_write=donate.updates)}
         for name, item in self._items.items():
-            # Else a number that all leaves share, which has no placeholder.
+            # A number that all leaves share has no placeholder.
             if isinstance(item, Slot):
                 tensors = read_slot(item, present, old_state[name])
                 is_copy = isinstance(item.dtype, QuantizedDtype)  # its 8-bit codes were decoded
@@ -707,7 +707,7 @@ class _Formula:
             step_args.append(Leaf("params", numbers))
 
         new_update, returned_state = update_and_state(self._name, self._step(*step_args, **extras))
-        # Such as a tensor or 0.0, which does not depend on the update.
+        # A tensor or 0.0, for example, does not depend on the update.
         if not isinstance(new_update, Leaf):
             update_type = type(new_update).__name__
             raise TypeError(

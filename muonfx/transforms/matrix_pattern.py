@@ -206,7 +206,7 @@ class Pattern:
             leading_names.update(names)
         for result in self.results:
             batch_names = _joined(result[:-2])  # the names before the rows and the columns
-            # As in ``e out in -> (e out) in``: one matrix, not a stack.
+            # In ``e out in -> (e out) in``, for example, the result is one matrix, and no stack.
             if not leading_names.issubset(batch_names):
                 return False
         return len(leading_names) > 0  # without such a dim, the tensor is one matrix
@@ -334,9 +334,9 @@ class Pattern:
                     # The size that the other parts leave: 8 - 5.
                     size_of[name] = length - self._known_length(axis)
         lengths = _lengths(dim, size_of)
-        # As in ``(k + v=5)`` of size 4.
+        # In ``(k + v=5)`` of size 4, nothing is left for k.
         is_too_small = any(part_size < 0 for part_size in size_of.values())
-        # Or the sizes in the pattern do not divide the size of the dim.
+        # In other cases, the sizes in the pattern do not divide the size of the dim.
         if is_too_small or prod(lengths) != size:
             raise ValueError(
                 f"a dim of size {size} does not divide into {_dim_text(dim, self.sizes)} of {self.text!r}: correct a "
@@ -589,7 +589,7 @@ def _check_dims(dims: Sequence[Dim], sizes: Mapping[str, int]) -> None:
             if name in names:
                 raise _Malformed(f"{name!r} occurs twice on the left")
             names.add(name)
-    # Then the sizes within each dim: None for a name without a size, so [8, None] for ``(heads=8 d)``.
+    # Read the sizes within each dim: None for a name without a size, so [8, None] for ``(heads=8 d)``.
     for dim in dims:
         names_of_dim = _joined(dim)
         sizes_of_dim = list(map(sizes.get, names_of_dim))

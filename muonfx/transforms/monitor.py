@@ -31,7 +31,7 @@ class LeafMonitorState(NamedTuple):
     values: dict[str, dict[str, Tensor]]
     """For each metric, by the key "name/metric", a dict from the leaf to its latest value, 0-d fp32."""
 
-    # No field: read by the sharding layer, which would shard the value of a 0-d leaf.
+    # This is no field. The sharding layer reads it, which would otherwise shard the value of a 0-d leaf.
     is_equal_on_all_ranks = True
 
 
@@ -123,7 +123,7 @@ def _monitor_of_tree(name: str, metrics: list[Metric]) -> InitAndUpdate:
     """
 
     def init(params: PyTree) -> MonitorState:
-        # Until the first measurement.
+        # The value is zero until the first measurement.
         zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
         return MonitorState({f"{name}/{metric}": zero.clone() for metric in metrics})
 
@@ -185,7 +185,7 @@ def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
         values: dict[str, dict[str, Tensor]] = {}
         for metric in metrics:
             key = f"{name}/{metric}"  # "grad/norm"
-            # By name of the leaf; without a gradient, it keeps its value.
+            # `value_of` has a value by the name of each leaf. A leaf without a gradient keeps it.
             value_of = dict(state.values[key])
             for leaf_name, leaf in leaves.items():
                 value = _measured(metric, leaf, sums_of[leaf_name])
@@ -314,7 +314,7 @@ def _by_leaf(monitor_state: LeafMonitorState) -> dict[str, Tensor]:
     """Return the values of a monitor of single leaves in one dict: {"grad/w/rms": 1.0} for {"grad/rms": {"w": 1.0}}."""
     values: dict[str, Tensor] = {}
     for key, value_of in monitor_state.values.items():
-        # At the last slash: the name of a monitor may contain one.
+        # Divide the key at the last slash, because the name of a monitor may contain one.
         name, _, metric = key.rpartition("/")
         for leaf_name, value in value_of.items():
             values[f"{name}/{leaf_name}/{metric}"] = value

@@ -107,7 +107,7 @@ def _normalize(
     matrix and the new averages v, of shape (..., rows, 1).
     """
     power = unit_power(u)
-    # Of u times an exact power of two, so that they neither overflow nor underflow.
+    # Multiply u by an exact power of two, so that the squares neither overflow nor underflow.
     squares = (u * power).square()
     # v = decay v + (1 - decay) mean(u^2), where the mean is at most the largest finite number
     # Twice, because the square of power may overflow.
@@ -133,7 +133,7 @@ def _with_norm(x: Tensor, squares: Tensor, power: Tensor) -> Tensor:
     small_x = x * unit_power(x)  # by a power of two too, which cancels in the quotient
     squared_norm_of_x = small_x.square().sum(dim=(-2, -1), keepdim=True)
     is_zero = (squared_norm_of_x == 0) | (squared_norm == 0)
-    # Of squares; its root is below.
+    # This is the ratio of squares. Its root is taken below.
     ratio = divide_unless(is_zero, squared_norm, squared_norm_of_x, otherwise=1.0)
     scaled = small_x * ratio.sqrt() / power
     return torch.where(is_zero, x, scaled)

@@ -173,7 +173,7 @@ class AttentionHeads:
             roles: what it contains: "query", "key", or both.
             device: the device of the result.
         """
-        # Where each group of factors begins in the vector: those of the queries at 0, then the groups below.
+        # Each group of factors has a place in the vector: those of the queries begin at 0, then come the groups below.
         first_key = self.heads
         first_rotary = first_key + self.keys
         unclipped = first_rotary + self.heads
@@ -210,7 +210,7 @@ class AttentionHeads:
         The vector ``rows`` has an item for each row of the weight ``name``. Raise ValueError unless its rows are equal
         blocks that contain the ranges ``spans``, such as (0, 64).
         """
-        # Not divmod, which a tracer cannot apply to a symbolic size.
+        # divmod is not used, because a tracer cannot apply it to a symbolic size.
         block_size = len(rows) // number
         if len(rows) % number:
             raise self._unequal_blocks(name, len(rows))
@@ -279,7 +279,7 @@ class _Member(NamedTuple):
                 "correct axis="
             )
         indices = self.heads.places(self.name, shape[axis], self.roles, device)
-        # For a weight of shape (6, 4): [6, 1] after the next line.
+        # The shape is [6, 1] after the next line, for a weight of shape (6, 4).
         broadcast_shape = [1] * len(shape)
         broadcast_shape[axis] = shape[axis]
         return indices.reshape(broadcast_shape)
@@ -372,7 +372,7 @@ def _patterns(tx: Transform) -> list[NamePatterns]:
     for item in _as_tuple(tx.arguments["heads"]):
         if isinstance(item, AttentionHeads):
             groups += item.patterns()
-    # No heads, or a transform in which `_resolve` has replaced all globs by parameters.
+    # There are no heads, or `_resolve` has replaced all globs by parameters.
     if not groups:
         return []
     return [NamePatterns("qk_clip: heads", tuple(groups), required=True)]

@@ -23,7 +23,7 @@ def difference(tree: PyTree, expected: PyTree) -> str:
         texts.append(f"missing {format_list(missing, shown_name)}")
     if unexpected:
         texts.append(f"unexpected {format_list(unexpected, shown_name)}")
-    # With the same names, one has a list where the other has a tuple, for example.
+    # If the names are the same, one tree has a list where the other has a tuple, for example.
     return "; ".join(texts) or _differing_container(tree, expected)
 
 

@@ -51,7 +51,7 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
     for dtype in (source, target):
         if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
             return False
-    # Of two ints, the range of the target must contain the source's range: uint8 fits int16, int8 does not fit uint16.
+    # For two ints, the range of the target must contain the source's range: uint8 fits int16, int8 does not fit uint16.
     narrow = torch.iinfo(source)
     wide = torch.iinfo(target)
     return wide.min <= narrow.min and narrow.max <= wide.max

@@ -124,7 +124,7 @@ def _scalar_for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
     """
     if not isinstance(scalar, Tensor):  # a Python number has no dtype
         return [scalar] * len(xs)
-    # A model on several GPUs.
+    # A model may be on several GPUs.
     if not scalar.is_cpu and [x for x in xs if x.device != scalar.device]:
         return [scalar.to(device=x.device, dtype=wide_dtype(x.dtype)) for x in xs]
     dtypes = _dtypes(xs)
@@ -198,7 +198,7 @@ def cast(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> Tensors:
 
 def cast_like(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
     """Convert each tensor of ``xs`` to the dtype of the tensor at the same position in ``ys``."""
-    # No call of `cast`: a step converts the results of every transform, nearly always from a dtype to the same.
+    # This does not call `cast`: a step converts the results of every transform, nearly always from a dtype to the same.
     return [x if x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(xs, ys, strict=True)]
 
 
@@ -294,7 +294,7 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
         if _has_narrow(xs):  # else vmap may round `c` to bf16 or fp16, where it may underflow
             return _in_wide(mul, xs, scalar=c, reuse=False)
         return _tensorwise(lambda x: x * c, xs)
-    # From here on, one call for the whole list. A number and a 0-d tensor need different calls to give the same bits.
+    # One call computes the whole list. A number and a 0-d tensor need different calls to give the same bits.
     if isinstance(c, Tensor):
         return _mul_by_tensor(xs, c, reuse=reuse)
     if reuse and _rounds_numbers(xs):  # on CPUs, foreach rounds `c` to bf16 before it multiplies
@@ -341,7 +341,7 @@ def _mul_narrow_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
 
 def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
     """Return ``x * c`` for each tensor and the number at its position in ``cs``; ``reuse`` overwrites ``xs``."""
-    # Also in a compiled graph: inductor has no kernel of a list of numbers that it can fuse.
+    # In a compiled graph, inductor has no kernel of a list of numbers that it can fuse.
     if _cannot_use_foreach(xs) or torch.compiler.is_compiling():
         return _tensorwise(torch.mul, xs, cs)
     if reuse and _rounds_numbers(xs):
@@ -382,7 +382,7 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
     is_number = not isinstance(c, Tensor)
     is_sum = is_number and c == 1.0
     if _cannot_use_foreach(xs, ys, scalar=c):  # under torch.func or autograd
-        # Else `c * y` would be rounded to bf16 or fp16, where it may underflow.
+        # Without this, `c * y` would be rounded to bf16 or fp16, where it may underflow.
         if _has_narrow(xs) and not is_sum:
             return _in_wide(add, xs, ys, scalar=c, reuse=False)
         return _tensorwise(lambda x, y: x + c * y, xs, ys)
@@ -410,7 +410,7 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
         return _foreach("lerp", xs, ys, weight, reuse=reuse)
     if _on_cpu(xs):  # there a 0-d weight gives the same bits as a number
         return _foreach("lerp", xs, ys, _scalar_for_each(weight, xs), reuse=reuse)
-    # On other devices, the formula itself: the differences, their products with the weight, and the sums.
+    # Other devices compute the formula itself: the differences, their products with the weight, and the sums.
     steps = list(torch._foreach_sub(ys, xs))
     return add(xs, mul(steps, weight, reuse=True), reuse=reuse)
 
@@ -441,7 +441,7 @@ def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
     """Return ``x / y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``ys``."""
     if _cannot_use_foreach(xs, ys):  # under torch.func or autograd
         return _tensorwise(torch.div, xs, ys)
-    # No foreach form writes to the divisors; on other devices launches cost more.
+    # No foreach function writes to the divisors. This loop does, but launches cost more on other devices.
     if reuse and _on_cpu(ys):
         for x, y in zip(xs, ys, strict=True):
             torch.div(x, y, out=y)
@@ -506,7 +506,7 @@ def by_stacks(
     else:
         groups = _groups(lists)  # [[0, 2], [1]]
         to_contiguous = aligned
-    # A list for each result.
+    # `outputs` has a list for each result.
     outputs: list[list[Any]] = [[None] * len(lists[0]) for _ in range(results)]
     for indices in groups:
         stacks = [_stack_of(xs, indices, to_contiguous) for xs in lists]
@@ -576,7 +576,7 @@ def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
     A stack should fit a CPU's cache: 256 matrices of 32 x 32 elements, or 64 of 64 x 64. A large tensor is always
     computed alone, because torch sums it in several threads, and so in another order than within a stack.
     """
-    # Of one tensor of each argument, such as a gradient and a momentum.
+    # The sizes are of one tensor of each argument, such as a gradient and a momentum.
     sizes = [x.numel() for x in tensors]
     largest = max(sizes)
     if largest >= _SMALL:
@@ -590,7 +590,7 @@ def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
 
 def _has_stackable_matrices(x: Tensor) -> bool:
     """Return True if a stack of tensors like this one gives the same bits as each tensor by itself."""
-    # Such as a norm for each row, which is in no product of matrices.
+    # A vector, such as a norm for each row, is in no product of matrices.
     is_vector = x.ndim < 2 or 1 in x.shape[-2:]
     return is_vector or can_be_stacked(x.shape[-2], x.shape[-1], x.device)
 

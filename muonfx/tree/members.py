@@ -98,7 +98,8 @@ def ownership_of(state: PyTree, params: PyTree) -> list[Ownership]:
     param_names = names(params)
     if param_paths == [()]:  # the parameters are one tensor
         return _ownership_of_one_tensor(state, leaves(params)[0])
-    # From the path of a parameter to its name: {("w",): "w"}. The flat dicts of `partition` have dotted names as keys,
+    # `name_of` leads from the path of a parameter to its name: {("w",): "w"}. `partition` has flat dicts with dotted
+    # names,
     # so a name alone is a path too.
     name_of = dict(zip(param_paths, param_names, strict=True))
     name_of |= {(Key(name),): name for name in param_names}

@@ -127,7 +127,7 @@ def _find_one(tree: PyTree, where: Where) -> tuple[Path, PyTree]:
 
 def _no_match(tree: PyTree, where: Where) -> KeyError:
     """Return an error for a path or type that no node has, with similar paths: "...; did you mean trace?"."""
-    # Only for paths: similar names of types are not searched.
+    # Only similar paths are searched, not similar names of types.
     message = f"no node of the tree matches {_shown(where)}"
     if isinstance(where, str):
         paths = [dotted(path) for path, _ in _nodes(tree) if path]  # without the tree itself

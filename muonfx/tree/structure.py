@@ -504,7 +504,7 @@ class Present:
 
         A transform does this at every step, for hundreds of gradients, so the usual cases are made fast.
         """
-        # Such as {"w": tensor}: keys suffice to read other trees, and take less time to find.
+        # A flat dict {"w": tensor} is read by its keys, which take less time to find.
         if is_flat(tree):
             self._keys = list(tree)
             self._leaves = list(tree.values())

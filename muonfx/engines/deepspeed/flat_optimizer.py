@@ -198,7 +198,7 @@ class FlatOptimizer:
                 for tensor in self.flat.tensors:
                     states[tensor][state_leaf.key] = new_leaf
             elif new_leaf.data_ptr() != stored_leaf.data_ptr():
-                # Else the step has updated the memory in place.
+                # If the addresses are equal, the step has updated the memory in place.
                 stored_leaf.copy_(new_leaf)
 
     def step(self, numbers: dict[str, Any], states: States) -> None:

@@ -69,7 +69,7 @@ def Muon(model: nn.Module, lr: float = 2e-3, **options: Any) -> ZeroOptimizer:
     ... ]
     ['muon', 'adamw']
     """
-    # Without frozen ones; ``model`` is passed as well, for the types of modules.
+    # Frozen parameters are left out. ``model`` is passed as well, for the types of modules.
     trained = trained_parameters(model)
     return ZeroOptimizer(
         model, muon.Muon.transform_for(trained, lr, model=model, **with_parts(options))

@@ -352,7 +352,7 @@ def _reduce_to_shards(
     Rank 0 may hold the first half of a parameter, and rank 1 the second. Rank 0 then sends the second half of its
     tensor to rank 1, and averages the first halves of both tensors.
     """
-    # Which elements of each parameter this rank holds.
+    # A position says which elements of a parameter this rank holds.
     positions = [layout.position(name) for name in names]
     if layout.size == 1:  # the mean of one rank
         return list(map(ShardPosition.cut, positions, wholes))

@@ -71,11 +71,11 @@ def difference_text(first: object, second: object, ranks: str) -> str:
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
         first_text, second_text = _around_difference(str(first), str(second))
         return f"rank 0 has {first_text}\n  {ranks}: {second_text}"
-    # Of two dicts, show the first entry that differs. A name may be in one of them only.
+    # For two dicts, show the first entry that differs. A name may be in one of them only.
     for name in [*first, *second]:
         first_value = first.get(name, "missing")
         second_value = second.get(name, "missing")
-        # Not by `!=`: ranks compare digests of texts, in which 1 and 1.0 differ, and NaN is equal to itself.
+        # Ranks compare digests of texts, in which 1 and 1.0 differ, and NaN is equal to itself.
         if repr(first_value) != repr(second_value):
             first_text, second_text = _around_difference(str(first_value), str(second_value))
             return f"{name!r} is {first_text} on rank 0 and {second_text} on {ranks}"

@@ -261,7 +261,7 @@ class Step:
         the previous one are sent back.
         """
         for name, leaf in self.local_updates.items():
-            # Without elements on this rank: nothing is written to it.
+            # Nothing is written to a shard without elements on this rank.
             if leaf is not None and not leaf.numel():
                 self.updated_shards[name] = leaf
         gathers = self._start_gathers(self._buckets[0])
@@ -476,7 +476,7 @@ def _local_matrices(transfers: LocalTransfers, local_shard: Tensor) -> Tensor:
     `local_shard` is this rank's shard of the parameter, and may have further elements. For a rank that holds matrices 0
     to 3 of a stack, with shape (4, 8, 8), and computes 0 and 1, the result is ``local_shard[:2]``.
     """
-    # Of the result: the parameter's, or (count, rows, columns) for a part of a stack.
+    # The result has the shape of the parameter, or (count, rows, columns) for a part of a stack.
     shape = transfers.shard.shape
     views = transfers.local_views  # where the matrices are in the local shard
     # 1. The local shard has these matrices and no others.

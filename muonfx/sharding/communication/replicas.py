@@ -325,7 +325,7 @@ def _broadcast_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGro
     first_rank = dist.get_global_rank(group, 0)  # the source is named by its rank in the whole job
     for indices in in_buckets(tensors, BUCKET):
         targets = [tensors[index] for index in indices]
-        # On rank 0, the values to send.
+        # Rank 0 sends these values.
         packed = torch.cat([target.flatten() for target in targets])
         with collective("broadcasting parameters"):
             dist.broadcast(packed, first_rank, group=group)
@@ -370,7 +370,7 @@ def send_copies(sends: Sequence[Send], layout: Layout, operation: str) -> None:
     For ``[Send(w, 0, [2]), Send(v, 1, [3])]``, rank 0 sends its `w` to rank 2, which overwrites its own `w`. At the
     same time, rank 1 sends its `v` to rank 3.
     """
-    # Of all these messages, this rank takes part in those that it sends or receives; the others are of other ranks.
+    # This rank takes part in those of these messages that it sends or receives.
     outgoing = lists_by_rank(layout)
     incoming = lists_by_rank(layout)
     for tensor, sender, receivers in sends:

@@ -67,7 +67,7 @@ def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
         try:
             _require_all(store, keys, purpose, _timeout(group))
         except BaseException:
-            # Also KeyboardInterrupt: this rank has not arrived, and may call this again.
+            # After a KeyboardInterrupt, too, this rank has not arrived, and may call this again.
             store.delete_key(key_of_rank)
             raise
         # 2. All ranks have arrived, so all of them count the barrier, also if one has failed.

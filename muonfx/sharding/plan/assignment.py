@@ -56,7 +56,7 @@ class Machine(NamedTuple):
     @classmethod
     def of(cls, device: str, compute: torch.dtype = torch.float32) -> Machine:
         """Return a rough estimate for a type of device, such as "cuda", and the dtype of matrix products."""
-        # On a CPU the ranks are processes of one host that exchange by gloo.
+        # On a CPU, the ranks are processes of one host that exchange by gloo.
         if device == "cuda":
             return cls(4e14, 5e10, latency=5e-5, overhead=1e-5)
         flops = 6e11 if compute == torch.bfloat16 else 1e11
@@ -317,7 +317,7 @@ def _owners(
     def seconds_of(owner_of: dict[int, int]) -> float:
         return _seconds_of_step(shards, owner_of, size, machine, settings)
 
-    # Of equal times, the first: splitting less is preferred.
+    # `min` returns the first of equal times, so that splitting less is preferred.
     return min(assignments, key=seconds_of)
 
 

@@ -38,7 +38,7 @@ def nearest(ranks: Sequence[int], owner: int) -> int:
     if len(ranks) == 1:
         return ranks[0]
     index = bisect_left(ranks, owner)  # of the first rank that is not below the owner
-    # The rank below the owner, and the one at or above it.
+    # `neighbours` are the rank below the owner, and the one at or above it.
     neighbours = ranks[max(index - 1, 0) : index + 1]
     return min(neighbours, key=lambda rank: (abs(rank - owner), rank))
 
@@ -194,7 +194,7 @@ class MatrixShard:
             local_views=tuple(map(local_shard.view, overlap.boxes)),
             matrix_views=tuple(map(self.position.view, overlap.boxes)),
             numel=overlap.numel,
-            # Of several ranks that hold these elements, only one sends them.
+            # Only one of the ranks that hold these elements sends them.
             sends=overlap.sender == rank,
             owner_boxes=self._owner_boxes() if rank == self.owner else [],
         )
@@ -264,7 +264,7 @@ class MatrixShard:
 def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
     """Return (rows, columns) by parameter name, for parameters that all transforms treat as a stack of matrices."""
     matrices = [stacked(tx, shapes)[1] for _, tx in run]
-    # Only entries that are equal in all transforms: one that sees another matrix in a parameter excludes it.
+    # These entries are equal in all transforms. One that sees another matrix in a parameter excludes it.
     common = set(matrices[0].items()).intersection(
         *[of_transform.items() for of_transform in matrices]
     )
@@ -400,7 +400,7 @@ def _candidates(matrices: Sequence[_Matrix]) -> list[tuple[int, ...]]:
     >>> _candidates([_Matrix(ranks=(4, 5), complete=True, with_largest_part=(4, 5))] * 3)
     [(4,), (5,), (5,)]
     """
-    # By rank: of how many matrices of the stack it holds elements.
+    # For each rank, this is the number of matrices of the stack of which it holds elements.
     matrices_on: Counter[int] = Counter()
     for matrix in matrices:
         matrices_on.update(matrix.ranks)

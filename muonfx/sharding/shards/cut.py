@@ -198,7 +198,7 @@ class MeshCoordinates:
         """
         shape = tuple(mesh.shape)
         ranks_on_mesh = mesh.mesh.flatten().tolist()
-        # Of these ranks, since the last dim varies fastest in both.
+        # The coordinates have the order of these ranks, since the last dim varies fastest in both.
         coordinates = itertools.product(*map(range, shape))
         coordinates_of = dict(zip(ranks_on_mesh, coordinates, strict=True))
         coordinates_of_ranks = [coordinates_of.get(rank) for rank in ranks]

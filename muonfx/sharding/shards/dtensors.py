@@ -84,7 +84,7 @@ def unplaced_shards(layout: ShardTable, values: PyTree) -> list[str]:
     """
     unplaced: list[str] = []
     for name, leaf in tree.named_leaves(values):
-        # As nearly all leaves in a step.
+        # Nearly all leaves of a step fit at first sight.
         if leaf is None or _fits_at_first_sight(layout, name, leaf):
             continue
         layout.require([name])

@@ -86,7 +86,7 @@ def vmap_over_the_transform_equals_a_loop(
     ...     mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)})
     ... )
     """
-    # With all numeric arguments multiplied.
+    # All numeric arguments are multiplied.
     variants = [scaled(tx, 1.0), scaled(tx, 0.9), scaled(tx, 0.5)]
 
     def last_step(tx: Transform) -> list[Tensor]:
@@ -189,7 +189,7 @@ def _with_others(count: int, values: PyTree) -> PyTree:
     >>> _with_others(1, {"b": torch.tensor([1, 2, 3])})
     {'copy0': {'b': tensor([1, 2, 3])}, 'copy1': {'b': tensor([3, 1, 2])}, 'copy2': {'b': tensor([1, 2, 3])}}
     """
-    # With its strides, on which the order of a sum may depend.
+    # A copy has the strides of its leaf, on which the order of a sum may depend.
     trees: dict[str, PyTree] = {"copy0": values}
     for number in range(1, count + 1):
         trees[f"copy{number}"] = tree.map(lambda leaf, by=number: leaf.roll(by), values)

@@ -61,7 +61,7 @@ def _check(tx: Transform, tx_of_step: list[Transform], params: PyTree, steps: li
     torch._dynamo.utils.counters.clear()
     counter = Counter()
 
-    # Not fullgraph, which accepts reading a value back; a plain compile breaks the graph there.
+    # With fullgraph, torch accepts reading a value back. A plain compile breaks the graph there.
     @torch.compile(backend=counter)
     def compiled_step(tx: Transform, grads: PyTree, state: PyTree, params: PyTree) -> Any:
         return tx.update(grads, state, params)

@@ -106,7 +106,7 @@ def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
             tx, reversed_params, reversed_steps, change_state=_with_reversed_dicts
         ),
     }
-    # By the names of leaves. A comparison by position would compare "w" with "b".
+    # Leaves are compared by name. A comparison by position would compare "w" with "b".
     expected = [_leaves_by_name(result) for result in history(tx, params, steps)]
     tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
     for which, results_of_steps in histories.items():

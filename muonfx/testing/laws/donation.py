@@ -86,7 +86,7 @@ def _check_donation(
         # The next step may overwrite the state, but not these updates.
         require_apart(f"step {step}, {donate}: updates", updates, {"new state": state})
         updates_of_steps.append(updates)
-    # Again, since a later step may have written to the updates of an earlier one.
+    # Compare the updates again, since a later step may have written to those of an earlier one.
     expected_updates = [updates for updates, _ in expected]
     require_equal(
         f"{donate}: updates, after the last step,",

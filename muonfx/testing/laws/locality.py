@@ -208,7 +208,7 @@ def _batched(example: Example) -> list[Example]:
         if leaf.ndim >= 3:  # it is a batch already
             return leaf
         matrix = as_matrix(leaf)
-        # With other elements, in another order.
+        # This matrix has other elements, in another order.
         other_matrix = (7.0 * matrix.roll(1, -1) + 0.5).flip(-1)
         return torch.stack([matrix, other_matrix])
 

@@ -102,9 +102,9 @@ def a_nonfinite_gradient_changes_no_other_leaf(
     usual_updates = updates_of(tx, params, steps)
     tolerance = tolerance_of(tx, usual_updates, params)
     all_leaves = set(range(len(tree.leaves(params))))  # by their numbers in the tree
-    # With a fault in every leaf: other elements and matrices of a leaf keep their updates, as far as declared.
+    # A fault is in every leaf: other elements and matrices of a leaf keep their updates, as far as declared.
     cases = [all_leaves]
-    # With a fault in every leaf but one: this leaf keeps all its updates.
+    # Then a fault is in every leaf but one, which keeps all its updates.
     cases += [all_leaves - {number} for number in all_leaves]
     for faulty_leaves in cases:
         expected = _independent_parts(tx.locality, usual_updates, faulty_leaves)

@@ -128,7 +128,7 @@ def requires_grad_changes_no_value(tx: Transform, params: PyTree, steps: list[Py
         "of detached tensors",
         tolerance,
     )
-    # Then gradients that require grad, in float64.
+    # Then check gradients that require grad, in float64.
     _check_gradients_that_require_grad(widened(tx), *Example(params, steps).smooth())
 
 
@@ -175,7 +175,7 @@ def one_tensor_may_be_two_leaves(tx: Transform, params: PyTree, steps: list[PyTr
     expected = history(tx, *of_copies)
     results = history(tx, *of_one_tensor)
     require_same("(updates, state) of leaves that are one tensor", results, expected, "of copies")
-    # Again with donated gradients, each of which is one tensor for two leaves.
+    # Repeat this with donated gradients, each of which is one tensor for two leaves.
     tolerance = tolerance_of(tx, expected, params)
     state = copied_tree(tx.init(of_copies.params))
     for step, grads in enumerate(steps):
