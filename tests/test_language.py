@@ -27,6 +27,11 @@ ALLOWED = ("beside-others", "`alike`", "beside Optax, TorchOpt")
 LONGEST_SENTENCE = 40
 """In words. A formula and a link count as one word."""
 
+FRAGMENT = re.compile(
+    r"Such as|Of |Else |None: |Or |As in |Also |By the |Not |Nor |Without repetitions"
+)
+"""How a comment begins that continues the line before it. Above a line, it has no subject."""
+
 FOLDERS = ("muonfx", "tests", "examples", "benchmarks", "scripts")
 MODULES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 PAGES = [
@@ -109,6 +114,25 @@ def test_texts_avoid(phrase: str):
             match = re.search(AVOIDED[phrase], line.strip())
             if match and not any(allowed in line for allowed in ALLOWED):
                 found.append(f"{place}: {match[0]!r} in {line.strip()}")
+    assert not found, "\n".join(found)
+
+
+def comments_above_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the number and the text of the first line of each comment that has lines of its own."""
+    is_in_comment = False
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        text = line.strip()
+        if text.startswith("# ") and not is_in_comment:
+            yield number, text.removeprefix("# ")
+        is_in_comment = text.startswith("#")
+
+
+def test_comments_above_lines_are_no_fragments():
+    found: list[str] = []
+    for path in (ROOT / "muonfx").rglob("*.py"):
+        for number, text in comments_above_lines(path):
+            if FRAGMENT.match(text):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {text}")
     assert not found, "\n".join(found)
 
 

@@ -536,7 +536,7 @@ class Transform(Recorded):
         # The leaves, structure and shapes of the parameters, or of the updates if no parameters were passed.
         leaves, treedef, specs = checks.check_update(updates, params)
         expected = self._expected_state(leaves, treedef, specs)
-        # None: it cannot be derived without the parameters, so the state is not checked.
+        # Without the parameters, it may be None, and the state is not checked.
         if expected is not None:
             # Without parameters, dtypes were read from the updates, whose dtypes may differ. Only shapes are compared.
             checks.check_state_like(self.name, state, expected, with_dtypes=params is not None)

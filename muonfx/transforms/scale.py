@@ -78,7 +78,7 @@ def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
     """
 
     def multiply(leaves: list[Tensor], may_overwrite: bool) -> list[Tensor]:
-        # Not `leafwise`: a single product is rounded once in any dtype, so conversions to fp32 would only cost two
+        # Without `leafwise`: a single product is rounded once in any dtype, so conversions to fp32 would only cost two
         # passes. The sign is applied at every step, because a scheduler may write into a factor that is a tensor.
         products = ew.mul(leaves, sign * factor, reuse=may_overwrite)
         if isinstance(factor, Tensor):  # it may have widened the dtype

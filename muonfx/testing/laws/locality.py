@@ -30,7 +30,7 @@ from muonfx.testing.violation import Breach, require_close, tolerance_of
 from muonfx.transforms import scale
 from muonfx.tree import PyTree
 
-# Also used by the laws of declarations: check_elements, check_leaves, check_sums, enlarged, precise, wider_than.
+# The laws of declarations use these, too: check_elements, check_leaves, check_sums, enlarged, precise, wider_than.
 
 
 def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
