@@ -84,6 +84,7 @@ class Rules:
         cast: Mapping[str, torch.dtype] | None = None,
         rename: Rename | None = None,
     ) -> None:
+        """Check the arguments, and store patterns of names: True becomes ``("*",)``, and "mu" becomes ``("mu",)``."""
         self.allow_missing = patterns_of("allow_missing", allow_missing)
         self.allow_extra = patterns_of("allow_extra", allow_extra)
         if not isinstance(allow_other_chain, bool):

@@ -162,6 +162,7 @@ class DataReader:
     """Reads tensors from the data files of a checkpoint, and verifies the checksum of all bytes that it reads."""
 
     def __init__(self, folder: Path, index: Index) -> None:
+        """Prepare to read the files that ``index`` names. They are opened later, by their numbers."""
         check_byte_order()
         self.folder = folder
         self.index = index

@@ -153,6 +153,7 @@ class Writer(_InFolder, StorageWriter):
         extra: Mapping[str, Any] | None = None,
         keep: int | None = None,
     ) -> None:
+        """Check the arguments. Nothing is written before ``dcp.save`` calls the other methods."""
         folder = folder_named(path)
         require_valid(folder, step, keep)
         head = head_of(step, extra)

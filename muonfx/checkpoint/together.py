@@ -37,6 +37,7 @@ class Together:
     """
 
     def __init__(self, group: Any, path: object, action: str) -> None:
+        """Find the rank of this process in the group. Raise if the group cannot be used."""
         self.group = group
         self.path = path
         self.rank = 0

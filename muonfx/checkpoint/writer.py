@@ -134,6 +134,7 @@ class Saver:
     def __init__(
         self, request: SaveRequest, rank: int, ranks: int, *, shows_progress: bool
     ) -> None:
+        """Prepare the part of rank number ``rank`` of several ``ranks``. Nothing is written yet."""
         self.request = request
         self.shows_progress = shows_progress
         self.rank = rank
@@ -569,6 +570,7 @@ class Draft:
     """
 
     def __init__(self, path: Path, save_id: str | None = None) -> None:
+        """Choose the names of the files of a save. Nothing is written yet."""
         self.path = path
         self.save_id = save_id or secrets.token_hex(8)
         self._unfinished_index = path / unfinished_index_name(self.save_id)

@@ -109,6 +109,7 @@ def scale_by_prodigy(
     checks.state_dtype("dtype", dtype)
 
     def init(params: PyTree) -> ProdigyState:
+        """Return a state with the first estimate, zeros, and a copy of the parameters."""
         device = device_of(params)
         return ProdigyState(
             count=ew.new_count(device),

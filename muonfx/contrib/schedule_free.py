@@ -123,6 +123,7 @@ def schedule_free(
     checks.state_dtype("dtype", dtype)
 
     def init(params: PyTree) -> ScheduleFreeState:
+        """Return a state with a copy z of the parameters, and the initial state of the inner transform."""
         device = device_of(params)
         return ScheduleFreeState(
             count=ew.new_count(device),

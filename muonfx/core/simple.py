@@ -75,6 +75,7 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
         require_arguments("stateless: function", function, ("updates", "params"))
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None):
+        """Call the user's function, and check that it returns updates of the same structure."""
         out = function(updates, params)
         # The function of a user may have left out a leaf, or returned another container.
         check_structure(

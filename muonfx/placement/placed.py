@@ -287,9 +287,11 @@ def _with_extras(tx: Transform, extras: Mapping[str, Any], report: Callable[[], 
         params: PyTree = None,
         *,
         donate: Donation = NOTHING,
-        **call: Any,
+        **extras_of_call: Any,
     ):
-        return tx.run(updates, state, params, donate=donate, **{**extras, **call})
+        """Run ``tx`` with the given extra arguments, and with those of the call."""
+        all_extras = {**extras, **extras_of_call}
+        return tx.run(updates, state, params, donate=donate, **all_extras)
 
     return tx.functions.init, update
 

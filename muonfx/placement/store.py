@@ -147,6 +147,7 @@ def read_ahead(tensor: Tensor) -> None:
 
 
 def _advise(tensor: Tensor, advice: str) -> None:
+    """Give the kernel advice, such as "MADV_DONTNEED", about the memory of a tensor in a file. Ignore other tensors."""
     mapping = _mapping_of(tensor)
     if mapping is None or not hasattr(mmap, advice):
         return

@@ -117,6 +117,7 @@ class _Sylvester(torch.autograd.Function):
 
     @staticmethod
     def forward(h: Tensor, c: Tensor, rtol: float) -> Tensor:
+        """Return `K`. Eigenvalues of `H` up to ``rtol`` times the largest one count as zero: `K` is zero there."""
         # In the basis of the eigenvectors V of H: K_ij = C_ij / (h_i + h_j), and zero outside the range of H.
         values, v = torch.linalg.eigh(h)
         is_in_range = values > rtol * values.amax(-1, keepdim=True)

@@ -52,6 +52,7 @@ class Sweep:
         seeds: Sequence[int],
         eval_params: EvalParams | None = None,
     ) -> None:
+        """Stack the numbers of the transforms, so that one transform has those of all runs. Raise if it cannot."""
         self.task = task
         self.eval_params = eval_params
         self.seeds = tuple(seeds)
@@ -185,6 +186,7 @@ class Sweep:
         mapped = vmap(function, randomness="different")
 
         def call(*args: Any) -> Any:
+            """Call the function for all runs. Raise ValueError if torch cannot map it."""
             try:
                 return mapped(*args)
             except RuntimeError as error:

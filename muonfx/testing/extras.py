@@ -77,6 +77,7 @@ def with_extras(inner: Transform, extras: dict[str, Any]):
             )
 
     def init(params: PyTree) -> WithExtrasState:
+        """Return the initial state of the inner transform, at step 0."""
         step = torch.zeros((), dtype=torch.int64, device=tree.device_of(params))
         return WithExtrasState(step, inner.functions.init(params))
 
@@ -88,6 +89,7 @@ def with_extras(inner: Transform, extras: dict[str, Any]):
         donate: Donation = NOTHING,
         **other_extras: Any,
     ) -> tuple[PyTree, WithExtrasState]:
+        """Run the inner transform with the extra arguments of this step, and count the step."""
         values = {name: _value_at(state.step, extra) for name, extra in extras.items()}
         updates, inner_state = inner.run(
             updates, state.inner, params, donate=donate, **{**other_extras, **values}

@@ -30,6 +30,7 @@ class LawViolation(AssertionError):
     def __init__(
         self, law: str, tx: object, leaf: str | None, found: str, example: Any = None
     ) -> None:
+        """Store the parts from which the message is formatted."""
         super().__init__(law, tx, leaf, found, example)
         self.law = law
         self.tx = tx

@@ -437,6 +437,7 @@ class Values:
     """
 
     def __init__(self, present: Present, operands: dict[str, Value]) -> None:
+        """Find the dtype in which each leaf is computed. Nothing is converted yet."""
         self.present = present
         """The leaves that have a gradient."""
         self._values: dict[str | int, Value] = {**operands}

@@ -158,6 +158,7 @@ def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
     """
 
     def init(params: PyTree) -> LeafMonitorState:
+        """Return a zero for each metric and each leaf."""
         zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
         leaf_names = tree.names(params)
         values: dict[str, dict[str, Tensor]] = {}

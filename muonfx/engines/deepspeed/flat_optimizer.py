@@ -50,6 +50,7 @@ class FlatOptimizer:
     def __init__(
         self, tx: Transform, whole_params: NamedTensors, flat: FlatParams, states: States
     ) -> None:
+        """Create the state of the shards in the flat tensor. ``states`` gets it where DeepSpeed has loaded none."""
         self.flat = flat
         """The flat tensor, and the positions of the parameters' shards in it."""
         self._tx = tx

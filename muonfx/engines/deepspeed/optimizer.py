@@ -82,6 +82,7 @@ class ZeroOptimizer(Optimizer):
     """
 
     def __init__(self, model: nn.Module, tx: Transform) -> None:
+        """Create the param groups of a model, one for each label. The state is created in the first step."""
         require_transform("tx", tx)
         _require_steps_of_parts(tx)
         _require_no_extra_argument(tx)

@@ -304,6 +304,7 @@ def _stacked(example: Example) -> Example:
     """
 
     def three_matrices(leaf: Tensor) -> Tensor:
+        """Return a matrix, a larger one and a reversed one, joined along the rows or the dim that counts matrices."""
         matrix = as_matrix(leaf)
         # Two other matrices with the elements of this one: moved along the row and larger, and in the opposite order.
         large = 5.0 * matrix.roll(1, -1) - 0.5
