@@ -463,11 +463,11 @@ class SteppingOverRanks(Stepping):
             if local_leaf is None:  # another rank has it
                 continue
             placement = self._placements[index]
-            is_on_owners = placement is not None and placement.owned  # each rank has some matrices
-            if (
-                is_on_owners and tuple(value.shape) == placement.shape
-            ):  # the value is of the whole leaf
-                value = _owned_interval(placement, value)
+            # Each rank has a part of a leaf on the owners of matrices.
+            if placement is not None and placement.owned:
+                is_whole = tuple(value.shape) == placement.shape
+                if is_whole:
+                    value = _owned_interval(placement, value)
             local_leaf.copy_(value.view(local_leaf.shape))
 
     def is_true_on_any_rank(self, is_true_here: bool) -> bool:
@@ -591,13 +591,15 @@ class Gathering:
         buffer, self._full_leaves = _zeros_in_one_buffer(placements, device)
         for index, placement in placements.items():
             part = parts[index]
-            shard = placement.shard  # the matrices that this rank computes
-            if part is None or shard is None:  # none
+            shard = placement.shard  # the matrices that this rank computes, or None
+            if part is None or shard is None:
                 continue
-            is_on_all_ranks = shard.owner is None
-            if not is_on_all_ranks or layout.rank == 0:
-                start, stop = interval_of(placement, shard)
-                self._full_leaves[index].view(-1)[start:stop] = part.reshape(-1)
+            # If all ranks compute them, one of the equal parts is enough: that of rank 0.
+            is_computed_by_all = shard.owner is None
+            if is_computed_by_all and layout.rank != 0:
+                continue
+            start, stop = interval_of(placement, shard)
+            self._full_leaves[index].view(-1)[start:stop] = part.reshape(-1)
         # Start the sum, and let the step continue: `wait` waits for its end.
         self._work: Any = None
         if device.type == "meta":  # no values to send, and torch 2.10 cannot

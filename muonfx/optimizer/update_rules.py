@@ -235,15 +235,16 @@ def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperp
         return rules[0].hyperparams
     hyperparams: list[Hyperparam] = []
     for key, hyperparam_of_label_key in common_keys(rules).items():
-        # A transform that rules have in common counts once.
-        distinct = list(dict.fromkeys(hyperparam_of_label_key.values()))
-        is_one_transform = len(distinct) == 1
-        is_common_value = key in group and _have_one_form(distinct)
-        if is_one_transform or is_common_value:
-            hyperparams += distinct
-        else:
-            for label_key, hyperparam in hyperparam_of_label_key.items():
-                hyperparams.append(hyperparam._replace(key=label_key))
+        # For "weight_decay": {"muon.weight_decay": decay_of_muon, "adamw.weight_decay": decay_of_adamw}. A transform
+        # that rules have in common counts once.
+        hyperparams_of_key = list(dict.fromkeys(hyperparam_of_label_key.values()))
+        is_one_transform = len(hyperparams_of_key) == 1
+        has_common_value = key in group and _have_one_form(hyperparams_of_key)
+        if is_one_transform or has_common_value:
+            hyperparams += hyperparams_of_key  # "weight_decay" sets them all
+            continue
+        for label_key, hyperparam in hyperparam_of_label_key.items():
+            hyperparams.append(hyperparam._replace(key=label_key))
     return tuple(hyperparams)
 
 
