@@ -96,7 +96,7 @@ NAME_RULES = (
     NameRule("other", "last", r"^(x_proj|dt_proj)(_weight)?$"),
     # layers that embed patches of an image: to_patch_embedding, patch_embed_proj, embed_patch; x_embedder.proj
     NameRule("other", "any", rf"(^|_)(patch_(.*_)?({_EMBED}|embed_[a-z]+)|embed_patch){_END}"),
-    NameRule("other", "path", r"\w*(?<![a-z])(embed|embedder)(_\d+)*\.proj(ection)?$"),
+    NameRule("other", "path", r"\w*(?<![a-z])(embeds?|embedder)(_\d+)*\.proj(ection)?$"),
     NameRule(
         "other", "path", rf"\w*(?<![a-z]){_EMBED}(_\d+)*\.(\w*_)?patch_(\w*_)?proj(ection)?{_END}"
     ),
@@ -109,7 +109,7 @@ NAME_RULES = (
         "head",
         "any",
         r"^(score|cls_score|output_layer|vocab_proj(ector)?|qa_outputs|seq_relationship|ctc_proj|decoder_pred"
-        rf"|predict_(state|action|return)|action_out_proj|feat_out|prob_out|final_linear|lm_heads){_END}",
+        rf"|predict_(state|action|return)|action_out_proj|feat_out|prob_out|(final|last)_linear|lm_heads){_END}",
     ),
     # In BERT, this layer leads from features to the vocabulary.
     NameRule("head", "path", r"\bdecoder(\.output_projection)?$"),

@@ -600,7 +600,13 @@ def test_the_reason_has_the_components_of_a_path_as_they_are_written(name: str, 
 
 @pytest.mark.parametrize(
     "name",
-    ["embed2.proj", "x_embedder_1.projection", "embed.patch_proj", "embedding.patch_in_proj"],
+    [
+        "embed2.proj",
+        "embeds.proj",  # of timm's NaFlexVit
+        "x_embedder_1.projection",
+        "embed.patch_proj",
+        "embedding.patch_in_proj",
+    ],
 )
 def test_a_projection_in_an_embedder_reads_raw_input(name: str):
     assert (
@@ -615,7 +621,10 @@ OTHER_ROLES = {
         relative_position_bias_table block.0.relative_attention_bias.weight attn.rel_pos_h perceiver.latents_1d
         quantizer.codevectors
     """,
-    "head": "lm_head.weight classifier.1.weight score.weight embed_out.weight fc.weight mtp.shared_head.head.weight",
+    "head": """
+        lm_head.weight classifier.1.weight score.weight embed_out.weight fc.weight mtp.shared_head.head.weight
+        last_linear.weight
+    """,
     "vector": """
         head.bias experts.gate_up_proj_bias mixer.A_log mamba.D self_attn.pos_bias_u q_l2_clip.scale
         self_attn.q_a_layernorm.weight
