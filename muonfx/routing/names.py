@@ -83,7 +83,7 @@ NAME_RULES = (
         "embedding",
         "tensor",
         rf"(^|_)(tokens?|registers?|latents|queries|(latent|learned)_query|prompts?|codevectors|codebooks?){_END}|"
-        rf"(^|_)(rpb|pe|ape|pos|positions?|encodings?|table|bias_table){_END}|^latents_|^rel_pos_",
+        rf"(^|_)(rpb|pe|ape|pos|positions?|encodings?|frequencies|table|bias_table){_END}|^latents_|^rel_pos_",
     ),
     # rates of state-space and RWKV layers; gains
     NameRule(
@@ -100,6 +100,8 @@ NAME_RULES = (
     NameRule(
         "other", "path", rf"\w*(?<![a-z]){_EMBED}(_\d+)*\.(\w*_)?patch_(\w*_)?proj(ection)?{_END}"
     ),
+    # In diffusion transformers, these layers read the latents. A block in them may have a hidden layer of this name.
+    NameRule("other", "child", "^(proj_in|preprocess_conv)$"),
     NameRule("other", "any", r"(^|_)(routers?|routing)(_|$)"),  # of a mixture of experts
     GATE,
     # lm_head, classifier_2, logits_dense, embed_out in GPT-NeoX; all layers inside them, too
@@ -118,7 +120,7 @@ NAME_RULES = (
     NameRule(
         "head",
         "child",
-        r"^(fc|(output|out|proj_out|conv_out|conv_post|proj_out_conv)(_[2-9])?|project_(hid|q))$",
+        r"^(fc|(output|out|proj_out|conv_out|conv_post|proj_out_conv)(_[2-9])?|project_(hid|q)|postprocess_conv)$",
     ),
     NameRule("head", "child", "^projector$", sibling="classifier"),
     NameRule(

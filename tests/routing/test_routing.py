@@ -494,7 +494,7 @@ MUON_NAMES = """
     rnn.weight_ih_l0 conv2.weight attn.headwise.weight cls.predictions.transform.dense.weight token_mixer.weight
     aggregate.weight decoder.0.weight block.fc.weight transformer.h.0.mlp.fc_out.weight
     blocks.0.attn.to_out.0.weight layers.0.fc.parametrizations.weight.original
-    attn.output_projection.weight conv_out_layer.weight attn.proj_out.weight projector.weight
+    attn.output_projection.weight conv_out_layer.weight attn.proj_out.weight blocks.0.proj_in.weight projector.weight
     attention.q_head.weight attention.k_head.weight attention.v_head.weight attn.query_head.weight proj_out_1.weight
     fc_2.weight rel_logits_proj.proj.weight mm_input_projection_weight neck.conv1.weight layers.0.fc.weight_orig
     self_attn.q_a_proj.weight mlp.expert_gate_proj.weight experts.0.moe_gate.weight moe.expert_w_gate_up.weight
@@ -619,11 +619,11 @@ OTHER_ROLES = {
     "embedding": """
         transformer.wte.weight pos_embed patch_embed.pos_embed mask_token encoder.pe shared.weight
         relative_position_bias_table block.0.relative_attention_bias.weight attn.rel_pos_h perceiver.latents_1d
-        quantizer.codevectors
+        quantizer.codevectors pos_frequencies
     """,
     "head": """
         lm_head.weight classifier.1.weight score.weight embed_out.weight fc.weight mtp.shared_head.head.weight
-        last_linear.weight
+        last_linear.weight postprocess_conv.weight
     """,
     "vector": """
         head.bias experts.gate_up_proj_bias mixer.A_log mamba.D self_attn.pos_bias_u q_l2_clip.scale
@@ -633,7 +633,7 @@ OTHER_ROLES = {
         mlp.gate.weight moe.router.gate.weight router.classifier.weight mlp.shared_expert_gate.weight
         to_patch_embedding.2.weight vit.embeddings.patch_embeddings.projection.weight mamba.x_proj.weight
         mixer.dt_proj.weight q_proj.lora_A.default.weight fc.oft_R.default.weight
-        embed_tokens.parametrizations.weight.original0
+        embed_tokens.parametrizations.weight.original0 proj_in.weight preprocess_conv.weight
     """,
 }
 
