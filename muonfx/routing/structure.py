@@ -152,9 +152,10 @@ def _modules_of(model: nn.Module) -> _Modules:
             width = getattr(module, "embedding_dim", None)
             if isinstance(width, int):
                 modules.layers.append(Layer(path, 0, width))
-        # 3. The vectors of norms.
-        for param in module.parameters(recurse=False):
-            if param.ndim == 1:
+        # 3. The vectors of norms. A vector such as "logit_scale" follows an output head, and no norm.
+        for name, param in module.named_parameters(recurse=False):
+            is_of_logits = "logit" in joined(path, name)
+            if param.ndim == 1 and not is_of_logits:
                 modules.norms.append(Layer(path, param.shape[0], 0))
     # The widths show which modules are blocks. Only then, the block around each layer is known.
     blocks = set(_blocks_of(model, modules))

@@ -227,6 +227,13 @@ ROUTES = [
         "adamw",
     ),
     (
+        "head",
+        "nViT of vit-pytorch",
+        {"after": {"to_pred": lin(10, D), "logit_scale": Holder(scale=(10,))}},
+        "to_pred.weight",
+        "adamw",
+    ),
+    (
         "input",
         "Allegro",
         first("pos_embed.proj", nn.Conv2d(4, D, 2)),
