@@ -48,7 +48,8 @@ def default_labels(
        blocks, with at most 4. Or it is a matrix whose short side is at most 4 and whose long side is at least 32 times
        as long;
     9. the structure of the model: ``other``. The parameter is a table, which is a 2-D ``nn.Parameter`` that is not the
-       weight of a layer, unless it has the name of a matrix, such as ``c_fc`` or ``w1``. Or it belongs to a layer of
+       weight of a layer, unless it has the name of a matrix, such as ``c_fc`` or ``w1``. Outside all blocks, ``proj``
+       and ``text_projection`` of CLIP are no hidden matrices, either. Or the parameter belongs to a layer of
        raw input, which is outside all blocks and reads features that no earlier layer returns. Or it belongs to a head,
        which is outside all blocks and returns features that no other layer reads. A layer before the blocks does not
        count as a head if it returns a small multiple of the width that it reads;

@@ -123,7 +123,7 @@ def _role(info: ParamInfo, model: _Model) -> Decision:
     return (
         _by_name(info, model)
         or _by_shape(info, model)
-        or _table(info, model)
+        or _without_layer(info, model)
         or _first_or_last_layer(info, model)
         or _first_convolution(
             info, is_read=module_path(info.name) in model.structure.read_in_their_block
@@ -175,21 +175,22 @@ def _by_adapter(info: ParamInfo) -> Decision | None:
     return None
 
 
-def _table(info: ParamInfo, model: _Model) -> Decision | None:
-    """Return the decision for a table of vectors, such as ``self.pos_embed = nn.Parameter(...)``; None for others.
+def _without_layer(info: ParamInfo, model: _Model) -> Decision | None:
+    """Return the decision for a 2-D parameter that a module holds without a layer; None for others.
 
-    A table is a 2-D parameter that a module holds without a layer. Some modules hold their matrices so, too: a
-    parameter with the name of a matrix, such as ``c_fc``, is no table.
+    It is a table of vectors, such as ``self.pos_embed = nn.Parameter(...)``, or a projection of the outputs, such as
+    ``visual.proj`` of CLIP. Some modules hold their hidden matrices so, too: a parameter with the name of a matrix,
+    such as ``c_fc``, is neither.
     """
-    names_in_modules = (info.name, *info.tied)
-    is_without_layer = any(name in model.structure.held_by_no_layer for name in names_in_modules)
-    is_matrix = _is_named_as_a_matrix(Name(info.name).layer)
-    if info.ndim == 2 and is_without_layer and not is_matrix:
-        owner = info.modules[0].__name__
-        return Decision(
-            "embedding", f"table (a 2-D parameter of {owner}, not the weight of a layer)"
-        )
-    return None
+    names_in_modules = {info.name, *info.tied}
+    if info.ndim != 2 or names_in_modules.isdisjoint(model.structure.held_by_no_layer):
+        return None
+    owner = info.modules[0].__name__
+    if not names_in_modules.isdisjoint(model.structure.last_projections):
+        return Decision("head", f"projection (a 2-D parameter of {owner}, outside of all blocks)")
+    if _is_named_as_a_matrix(Name(info.name).layer):
+        return None
+    return Decision("embedding", f"table (a 2-D parameter of {owner}, not the weight of a layer)")
 
 
 def _first_or_last_layer(info: ParamInfo, model: _Model) -> Decision | None:

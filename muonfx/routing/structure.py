@@ -16,8 +16,9 @@ return, and the lists of blocks are known without running the model:
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -63,6 +64,8 @@ class Structure(NamedTuple):
 
     held_by_no_layer: frozenset[str] = frozenset()
     """The names of parameters that are not the weight of a layer, as ``self.pos = nn.Parameter(...)``."""
+    last_projections: frozenset[str] = frozenset()
+    """The names of those that are called a projection, and are outside of all blocks, as ``visual.proj`` of CLIP."""
     inputs: Mapping[str, Layer] = {}
     """The inputs by path."""
     heads: Mapping[str, Layer] = {}
@@ -105,8 +108,10 @@ def structure_of(model: object) -> Structure:
         inputs = {}
         heads = {}
         possible_heads = _possible_heads_without_blocks(modules)
+    held_by_no_layer = frozenset(_held_by_no_layer(model))
     return Structure(
-        held_by_no_layer=frozenset(_held_by_no_layer(model)),
+        held_by_no_layer=held_by_no_layer,
+        last_projections=frozenset(_last_projections(held_by_no_layer, modules.blocks)),
         inputs=inputs,
         heads=heads,
         read_in_their_block=_read_in_their_block(layers),
@@ -121,6 +126,8 @@ class _Modules(NamedTuple):
 
     layers: list[Layer]
     norms: list[Layer]
+    blocks: Set[str] = frozenset()
+    """The paths of the blocks, the repeated modules of the body."""
 
     @property
     def read_widths(self) -> set[int]:
@@ -159,7 +166,9 @@ def _modules_of(model: nn.Module) -> _Modules:
                 modules.norms.append(Layer(path, param.shape[0], 0))
     # The widths show which modules are blocks. Only then, the block around each layer is known.
     blocks = set(_blocks_of(model, modules))
-    return _Modules(_with_blocks(modules.layers, blocks), _with_blocks(modules.norms, blocks))
+    return _Modules(
+        _with_blocks(modules.layers, blocks), _with_blocks(modules.norms, blocks), blocks
+    )
 
 
 def _with_blocks(layers: Iterable[Layer], blocks: set[str]) -> list[Layer]:
@@ -263,6 +272,26 @@ def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
             is_weight_of_layer = is_layer and leaf in LEAVES_OF_LAYERS  # such as "weight"
             if not is_weight_of_layer:
                 yield joined(path, leaf)
+
+
+_PROJECTION = re.compile(r"((text|image|vision|visual|audio)_)?proj(ection)?")
+
+
+def _last_projections(held_by_no_layer: Iterable[str], blocks: Set[str]) -> Iterator[str]:
+    """Yield the names of parameters that project the outputs of a body, as ``visual.proj`` and ``text_projection``.
+
+    They are called a projection, and are outside of all blocks. A model without blocks does not show which they are.
+
+    >>> list(_last_projections(["visual.proj", "h.0.proj", "pos_embed"], blocks={"h.0", "h.1"}))
+    ['visual.proj']
+    """
+    if not blocks:
+        return
+    for name in held_by_no_layer:
+        path, _, leaf = name.rpartition(".")
+        is_in_block = not blocks.isdisjoint(_with_ancestors(path))
+        if _PROJECTION.fullmatch(leaf) and not is_in_block:
+            yield name
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -228,6 +228,27 @@ ROUTES = [
     ),
     (
         "head",
+        "CLIP",
+        {"after": {"visual": Holder(proj=(D, 8))}},
+        "visual.proj",
+        "adamw",
+    ),
+    (
+        "head",
+        "the decoder of CoCa",
+        {"after": {"text_decoder": Holder(text_projection=(D, 99))}},
+        "text_decoder.text_projection",
+        "adamw",
+    ),
+    (
+        "hidden",
+        "a projection that a block holds without a layer",
+        table(proj=(D, D)),
+        "blocks.0.owner.proj",
+        "muon",
+    ),
+    (
+        "head",
         "nViT of vit-pytorch",
         {"after": {"to_pred": lin(10, D), "logit_scale": Holder(scale=(10,))}},
         "to_pred.weight",
