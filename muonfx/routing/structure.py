@@ -41,6 +41,8 @@ _WIDTHS = (
 _EMBEDDING_CLASS = r"Embedding(s|Bag|\d+bit|NF4|FP4)?$"
 _LAYER_CLASS = r"Linear|Conv|Dense|Proj|Expert|MatMul"
 LEAVES_OF_LAYERS = PLAIN_LEAVES | {"weight_v"}
+_GAINS = frozenset({"weight", "gamma", "gain", "scale", "g"})
+"""Names of the vector by which a norm multiplies."""
 # The frequencies that a speech encoder flattens, or the 4 x 4 pixels that a connector merges.
 _MOST_CONCATENATED = 32
 
@@ -138,12 +140,13 @@ class _Modules(NamedTuple):
 def _modules_of(model: nn.Module) -> _Modules:
     """Return the layers and the norms of a model, each with the block that contains it.
 
-    Any other module with vectors, such as a gain, counts as a norm, which reads as many features as a vector has. A
-    layer norm has two vectors, a gain and a bias, and is returned twice; the widths alone are used.
+    Any other module with a gain, a vector called "weight" or "scale", for example, counts as a norm, which reads as
+    many features as the gain has. Other vectors may follow an output head: the bias of a graph convolution, the
+    "log_std" of a policy, and a scale of logits.
 
     >>> modules = _modules_of(nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 64), nn.LayerNorm(64)))
     >>> [(layer.path, layer.reads, layer.returns) for layer in (*modules.layers, *modules.norms)]
-    [('0', 0, 8), ('1', 8, 64), ('2', 64, 0), ('2', 64, 0)]
+    [('0', 0, 8), ('1', 8, 64), ('2', 64, 0)]
     """
     modules = _Modules([], [])
     for path, module in model.named_modules():
@@ -159,10 +162,10 @@ def _modules_of(model: nn.Module) -> _Modules:
             width = getattr(module, "embedding_dim", None)
             if isinstance(width, int):
                 modules.layers.append(Layer(path, 0, width))
-        # 3. The vectors of norms. A vector such as "logit_scale" follows an output head, and no norm.
+        # 3. The gains of norms.
         for name, param in module.named_parameters(recurse=False):
-            is_of_logits = "logit" in joined(path, name)
-            if param.ndim == 1 and not is_of_logits:
+            is_of_logits = "logit" in path
+            if param.ndim == 1 and name in _GAINS and not is_of_logits:
                 modules.norms.append(Layer(path, param.shape[0], 0))
     # The widths show which modules are blocks. Only then, the block around each layer is known.
     blocks = set(_blocks_of(model, modules))

@@ -36,6 +36,15 @@ class Block(nn.Module):
         self.down = lin(D, 4 * D)
 
 
+class GraphConvolution(nn.Module):
+    """The layer of PyG's GCNConv, whose bias is added after the sum over neighbours."""
+
+    def __init__(self, reads: int, returns: int) -> None:
+        super().__init__()
+        self.lin = nn.Linear(reads, returns, bias=False)
+        self.bias = nn.Parameter(torch.zeros(returns))
+
+
 class Attention(nn.Module):
     """The projections of Funnel's attention."""
 
@@ -224,6 +233,20 @@ ROUTES = [
         "a model that defines its head first",
         {"before": {"tokens": nn.Embedding(99, D), "readout": lin(99, D)}},
         "readout.weight",
+        "adamw",
+    ),
+    (
+        "head",
+        "a graph convolution",
+        {"after": {"conv": GraphConvolution(D, 7)}},
+        "conv.lin.weight",
+        "adamw",
+    ),
+    (
+        "head",
+        "a policy with a vector of deviations",
+        {"after": {"action_net": lin(6, D), "dist": Holder(log_std=(6,))}},
+        "action_net.weight",
         "adamw",
     ),
     (
