@@ -54,7 +54,7 @@ class Layer(NamedTuple):
     reads: int
     """The width of the vectors that it reads; 0 for an embedding, which reads indices."""
     returns: int
-    """The width of the vectors that it returns; 0 for a norm, or another vector that belongs to no layer."""
+    """The width of the vectors that it returns; 0 for a norm."""
     block: str | None = None
     """The path of the outermost block that contains it, such as "blocks.0"; None outside all blocks."""
     is_grouped: bool = False
